@@ -53,6 +53,7 @@ set(DIFFULEX_KERNELS_CPU_SOURCES
   csrc/ops/quant/isa/int8_base.cpp
   csrc/ops/quant/linear_scaled_cpu.cpp
   csrc/ops/quant/linear_w4a16_cpu.cpp
+  csrc/ops/quant/dequantize_cpu.cpp
   csrc/ops/quant/quantize_cpu.cpp
   csrc/ops/rope/rope_cpu.cpp
   csrc/ops/sampling/merge_token_stats_cpu.cpp

@@ -38,6 +38,7 @@ set(DIFFULEX_CUDA_PORTABLE_SOURCES
   csrc/ops/moe/routing_cuda.cu
   csrc/ops/moe/scaled_moe_cuda.cu
   csrc/ops/norm/norm_cuda.cu
+  csrc/ops/quant/dequantize_cuda.cu
   csrc/ops/quant/products_cuda.cu
   csrc/ops/quant/quantize_cuda.cu
   csrc/ops/rope/rope_cuda.cu

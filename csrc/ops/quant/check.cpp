@@ -53,27 +53,36 @@ Status check_panels(const ArgumentCheck& weight, int64_t columns, int64_t bytes,
                                      kQuantPanelColumns, step});
 }
 
-/// A weight of 4 bits in tiles, and what goes with one.
-Status check_tiles(const char* op, const LinearW4a16Params& params, int64_t columns) {
-  const ArgumentCheck weight(op, "weight", params.weight);
-  const int64_t depth = params.x.size[1];
+/// Scales of nibbles [groups, columns], and their zero points.
+Status check_nibble_scales(const char* op, const TensorRef& weight, const TensorRef& scales,
+                           const TensorRef& zeros, int64_t groups, int64_t columns) {
+  DIFFULEX_RETURN_IF_ERROR(
+      ArgumentCheck(op, "scales", scales).matches({DType::kBF16, DType::kF32}, {groups, columns}));
+  const ArgumentCheck check(op, "zeros", zeros);
+  const bool is_tiled = is_nibble_tiles(weight);
+  if (is_tiled && zeros.present() != (scales.dtype == DType::kF32)) {
+    return check.error(StatusCode::kInvalidArgument,
+                       "zero points of tiles beside scales of float32 and only there",
+                       zeros.present() ? "a tensor" : "none");
+  }
+  return zeros.present() ? check.matches({is_tiled ? DType::kBF16 : DType::kU8}, {groups, columns})
+                         : Status{};
+}
+
+/// A weight [columns, depth] of 4 bits in tiles.
+Status check_tiles(const char* op, const TensorRef& tiles, int64_t columns, int64_t depth,
+                   int32_t group) {
+  const ArgumentCheck weight(op, "weight", tiles);
   if (columns % 16 != 0 || depth % 128 != 0) {
     return weight.error(StatusCode::kInvalidArgument,
                         "tiles of a multiple of 16 rows and 128 columns",
                         std::to_string(columns) + " x " + std::to_string(depth));
   }
-  if (params.group != 32 && params.group != 64 && params.group != 128) {
-    return scalar_error(op, "group", "32, 64 or 128 with tiles", params.group);
+  if (group != 32 && group != 64 && group != 128) {
+    return scalar_error(op, "group", "32, 64 or 128 with tiles", group);
   }
-  DIFFULEX_RETURN_IF_ERROR(weight.dense(
-      {DType::kU8},
-      {columns / kNibbleTileRows, depth / kNibbleTileDepth, kNibbleTileLanes, kNibbleLaneBytes}));
-  DIFFULEX_RETURN_IF_ERROR(
-      ArgumentCheck(op, "x", params.x).matches({DType::kBF16}, {kAnyExtent, depth}));
-  DIFFULEX_RETURN_IF_ERROR(ArgumentCheck(op, "scales", params.scales)
-                               .matches({DType::kBF16}, {depth / params.group, columns}));
-  DIFFULEX_RETURN_IF_ERROR(ArgumentCheck(op, "zeros", params.zeros).absent("tiles are symmetric"));
-  return ArgumentCheck(op, "out", params.out).matches({DType::kBF16}, {kAnyExtent, kAnyExtent});
+  return weight.dense({DType::kU8}, {columns / kNibbleTileRows, depth / kNibbleTileDepth,
+                                     kNibbleTileLanes, kNibbleLaneBytes});
 }
 
 Status check_group(const char* op, int32_t group, int64_t depth) {
@@ -210,20 +219,19 @@ Status check_linear_w4a16(const LinearW4a16Params& params) {
   const int64_t gated = params.act.has_value() ? 2 : 1;
   int64_t columns = params.out.rank == 2 ? gated * params.out.size[1] : 0;
   if (is_nibble_tiles(params.weight)) {
-    DIFFULEX_RETURN_IF_ERROR(check_tiles(kOp, params, columns));
+    DIFFULEX_RETURN_IF_ERROR(check_tiles(kOp, params.weight, columns, depth, params.group));
+    DIFFULEX_RETURN_IF_ERROR(
+        ArgumentCheck(kOp, "x", params.x).matches({DType::kBF16}, {kAnyExtent, depth}));
+    DIFFULEX_RETURN_IF_ERROR(
+        ArgumentCheck(kOp, "out", params.out).matches({DType::kBF16}, {kAnyExtent, kAnyExtent}));
   } else if (params.weight.rank == 4) {
     DIFFULEX_RETURN_IF_ERROR(check_panels(weight_check, columns, ceil_div(depth, 2), 1));
   } else {
     DIFFULEX_RETURN_IF_ERROR(weight_check.matches({DType::kU8}, {kAnyExtent, ceil_div(depth, 2)}));
     columns = params.weight.size[0];
   }
-  DIFFULEX_RETURN_IF_ERROR(
-      ArgumentCheck(kOp, "scales", params.scales)
-          .matches({DType::kBF16, DType::kF32}, {depth / params.group, columns}));
-  if (params.zeros.present()) {
-    DIFFULEX_RETURN_IF_ERROR(ArgumentCheck(kOp, "zeros", params.zeros)
-                                 .matches({DType::kU8}, {depth / params.group, columns}));
-  }
+  DIFFULEX_RETURN_IF_ERROR(check_nibble_scales(kOp, params.weight, params.scales, params.zeros,
+                                               depth / params.group, columns));
   if (!params.act.has_value()) {
     return check_result(kOp, params.x, params.bias, params.out, columns);
   }
@@ -235,6 +243,21 @@ Status check_linear_w4a16(const LinearW4a16Params& params) {
   DIFFULEX_RETURN_IF_ERROR(
       ArgumentCheck(kOp, "bias", params.bias).absent("a gated product has no bias"));
   return check_result(kOp, params.x, params.bias, params.out, columns / 2);
+}
+
+Status check_dequantize_nibbles(const DequantizeNibblesParams& params) {
+  constexpr const char* kOp = "dequantize_nibbles";
+  DIFFULEX_RETURN_IF_ERROR(
+      ArgumentCheck(kOp, "out", params.out).matches({DType::kBF16}, {kAnyExtent, kAnyExtent}));
+  const int64_t columns = params.out.size[0];
+  const int64_t depth = params.out.size[1];
+  DIFFULEX_RETURN_IF_ERROR(check_group(kOp, params.group, depth));
+  DIFFULEX_RETURN_IF_ERROR(is_nibble_tiles(params.weight)
+                               ? check_tiles(kOp, params.weight, columns, depth, params.group)
+                               : ArgumentCheck(kOp, "weight", params.weight)
+                                     .matches({DType::kU8}, {columns, ceil_div(depth, 2)}));
+  return check_nibble_scales(kOp, params.weight, params.scales, params.zeros, depth / params.group,
+                             columns);
 }
 
 }  // namespace diffulex

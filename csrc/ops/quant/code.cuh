@@ -76,6 +76,22 @@ __device__ __forceinline__ void widen_pairs(uint32_t word, __nv_bfloat162 scale,
   }
 }
 
+/// The same with a zero point, plus 128, and a scale that bfloat16 may not hold: the product is
+/// rounded to float32, then to bfloat16.
+__device__ __forceinline__ void widen_pairs(uint32_t word, float scale, __nv_bfloat162 zero,
+                                            uint32_t (&pairs)[4]) {
+  constexpr uint32_t kBias = 0x43004300;
+#pragma unroll
+  for (int32_t i = 0; i < 4; ++i) {
+    const uint32_t bits = ptx::and_or(word >> (4 * i), 0x000F000FU, kBias);
+    const float2 exact =
+        __bfloat1622float2(__hsub2(*reinterpret_cast<const __nv_bfloat162*>(&bits), zero));
+    const __nv_bfloat162 value =
+        __floats2bfloat162_rn(__fmul_rn(exact.x, scale), __fmul_rn(exact.y, scale));
+    pairs[i] = *reinterpret_cast<const uint32_t*>(&value);
+  }
+}
+
 /// The same of one nibble and a scale that bfloat16 may not hold: the product is rounded to
 /// float32, then to bfloat16.
 __device__ __forceinline__ __nv_bfloat16 nibble_value(uint32_t nibble, float scale,

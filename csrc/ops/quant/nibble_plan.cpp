@@ -13,7 +13,7 @@ int64_t divide_up(int64_t value, int64_t divisor) {
 }  // namespace
 
 NibblePlan nibble_plan(int64_t num_rows, int64_t weight_rows, int64_t depth, int32_t group,
-                       int32_t num_processors, int32_t smem_limit) {
+                       int32_t scale_bytes, int32_t num_processors, int32_t smem_limit) {
   constexpr int32_t kMaxStages = 16;
   constexpr int32_t kBarrierBytes = 8 * (3 * kMaxStages + 4);  // whole runs of 16
   NibblePlan plan;
@@ -31,7 +31,7 @@ NibblePlan nibble_plan(int64_t num_rows, int64_t weight_rows, int64_t depth, int
   linear.paced_stages = std::max(2, kLinearPacedBytes / weight_bytes);
   // Rows of x are of 16 bits. Those of the last warpgroup that W does not have are not read.
   linear.stage_bytes = weight_bytes + rows * kNibbleStageDepth * 2;
-  const int32_t stage_scales = linear.tile_rows * 2 * (kNibbleStageDepth / group);
+  const int32_t stage_scales = linear.tile_rows * scale_bytes * (kNibbleStageDepth / group);
   // Half of the sums of every 16 rows of W: 512 bytes for eight rows of x.
   linear.partial_bytes = linear.splits > 1 ? linear.tile_rows / 16 * (rows / 8) / 2 * 512 : 0;
   plan.share_bytes = plan.phases > 1 ? plan.blocks * 64 * rows * 4 : 0;

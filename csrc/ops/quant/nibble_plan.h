@@ -32,9 +32,16 @@ struct NibblePlan final {
   int32_t scale_bytes = 0;
 };
 
-/// The plan for `num_rows` rows of x and W [weight_rows, depth] with a scale for `group` columns, a
-/// divisor of kNibbleStageDepth. What decides the order of sums does not depend on num_rows.
+/// Bytes of what turns the nibbles of a group to values: a scale of bfloat16; or one of float32 and
+/// a zero point of bfloat16.
+inline constexpr int32_t kNibbleScaleBytes = 2;
+inline constexpr int32_t kNibbleExactBytes = 6;
+
+/// The plan for `num_rows` rows of x and W [weight_rows, depth] with `scale_bytes` for `group`
+/// columns, a divisor of kNibbleStageDepth. What decides the order of sums does not depend on
+/// num_rows.
 [[nodiscard]] NibblePlan nibble_plan(int64_t num_rows, int64_t weight_rows, int64_t depth,
-                                     int32_t group, int32_t num_processors, int32_t smem_limit);
+                                     int32_t group, int32_t scale_bytes, int32_t num_processors,
+                                     int32_t smem_limit);
 
 }  // namespace diffulex

@@ -100,9 +100,10 @@ struct LinearW4a16Params {
   TensorRef weight;   // [N, ceil(K / 2)] uint8, low nibble first; on the CPU: or the same bytes in
                       // panels [ceil(N / 32), ceil(K / 2), 32, 1]; on compute capability 9.0: or in
                       // tiles [N / 8, K / 64, 32, 8], N a multiple of 16, K of 128 and group a
-                      // divisor of 128 from 32 on, x, scales and out bfloat16, no zeros
+                      // divisor of 128 from 32 on, x and out bfloat16
   TensorRef scales;   // [K / group, N] bfloat16 or float32
-  TensorRef zeros;    // absent or [K / group, N] uint8
+  TensorRef zeros;    // absent or [K / group, N] uint8; of tiles bfloat16, beside scales of float32
+                      // and only there
   TensorRef bias;     // absent or [N] float32; absent with an activation
   TensorRef out;      // [T, N], or [T, N / 2] with an activation, float, any row stride, memory of
                       // its own
@@ -117,5 +118,17 @@ struct LinearW4a16Params {
 
 [[nodiscard]] DIFFULEX_API Status linear_w4a16(const LinearW4a16Params& params,
                                                const ExecContext& context);
+
+/// Arguments of `diffulex::dequantize_nibbles`: the W that linear_w4a16 multiplies, row by row.
+struct DequantizeNibblesParams {
+  TensorRef weight;  // [N, ceil(K / 2)] uint8, low nibble first; on CUDA: or tiles
+  TensorRef scales;  // as in LinearW4a16Params
+  TensorRef zeros;   // as in LinearW4a16Params
+  TensorRef out;     // [N, K] bfloat16, any row stride
+  int32_t group = 0;
+};
+
+[[nodiscard]] DIFFULEX_API Status dequantize_nibbles(const DequantizeNibblesParams& params,
+                                                     const ExecContext& context);
 
 }  // namespace diffulex

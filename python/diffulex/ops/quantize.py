@@ -232,13 +232,22 @@ def linear_w4a16(
     """out [T, N] = x W^T + bias (float32 [N]) of rows x [T, K] and nibbles [N, ceil(K / 2)], low first.
 
     On the CPU, the nibbles may be what `pack_panels` makes of them; on compute capability 9.0, where
-    `is_tileable` and x, scales and `out` are bfloat16 without zeros, what `to_nibble_tiles` does.
+    `is_tileable` and x and `out` are bfloat16, what `to_nibble_tiles` does.
     W = bf16((nibble - zero) * scale) with scales (bfloat16 or float32) and zeros (uint8; 8 without) of
-    [K / group, N]. With `act` (on CUDA: and tiles) and no bias out [T, N / 2] = act(gate) * up, where W holds
+    [K / group, N]; with tiles either scales of bfloat16 alone, or of float32 and zeros of bfloat16. With `act` (on CUDA: and tiles) and no bias out [T, N / 2] = act(gate) * up, where W holds
     the rows of gate, then those of up.
     """
     number = -1 if act is None else int(act)
     torch.ops.diffulex.linear_w4a16(x, weight, scales, zeros, bias, out, group=group, act=number)
+    return out
+
+
+@torch.no_grad()
+def dequantize_nibbles(
+    weight: Tensor, scales: Tensor, zeros: Tensor | None = None, *, group: int, out: Tensor
+) -> Tensor:
+    """out [N, K] bfloat16 = W of `linear_w4a16`, of nibbles by row or (CUDA) in tiles."""
+    torch.ops.diffulex.dequantize_nibbles(weight, scales, zeros, out, group=group)
     return out
 
 
@@ -319,20 +328,33 @@ def _linear_w4a16(
     arguments.require("x", depth >= 1, "a last dimension >= 1", list(x.shape))
     _check_group(arguments, group, depth)
     columns = out.shape[1] * (1 if act == -1 else 2) if out.dim() == 2 else 0
-    if weight.dim() == 4 and weight.shape[3] == _LANE_BYTES:
+    if _is_tiled(weight):
         _check_tiles(arguments, columns, depth, group)
+        arguments.check("x", (torch.bfloat16,), (None, depth))
+        arguments.check("out", (torch.bfloat16,), (None, None))
     elif weight.dim() == 4:
         _check_panels(arguments, columns, _ceil(depth, 2), 1)
     else:
         arguments.check("weight", UINT8, (None, _ceil(depth, 2)))
         columns = weight.shape[0]
-    arguments.check("scales", (torch.bfloat16, torch.float32), (depth // group, columns))
-    arguments.check("zeros", UINT8, (depth // group, columns))
+    _check_nibble_scales(arguments, weight, depth // group, columns)
     if act != -1:
         _check_gate(arguments, weight, bias, columns, act)
         columns //= 2
     arguments.check("out", FLOATS, (num_rows, columns))
     arguments.check("bias", FLOAT32, (columns,))
+
+
+@fake("dequantize_nibbles")
+def _dequantize_nibbles(arguments: FakeArguments, weight: Tensor, out: Tensor, group: int) -> None:
+    arguments.check("out", (torch.bfloat16,), (None, None))
+    columns, depth = out.shape
+    _check_group(arguments, group, depth)
+    if _is_tiled(weight):
+        _check_tiles(arguments, columns, depth, group)
+    else:
+        arguments.check("weight", UINT8, (columns, _ceil(depth, 2)))
+    _check_nibble_scales(arguments, weight, depth // group, columns)
 
 
 def check_code_rows(
@@ -367,11 +389,22 @@ def _check_tiles(arguments: FakeArguments, columns: int, depth: int, group: int)
     arguments.require("group", group in _TILED_GROUPS, "32, 64 or 128 with tiles", group)
     shape = columns // _TILE_ROWS, depth // _TILE_DEPTH, _TILE_LANES, _LANE_BYTES
     arguments.check("weight", UINT8, shape)
-    arguments.check("x", (torch.bfloat16,), (None, depth))
-    arguments.check("scales", (torch.bfloat16,), (depth // group, columns))
-    is_symmetric = arguments["zeros"] is None
-    arguments.require("zeros", is_symmetric, "none (tiles are symmetric)", "a tensor")
-    arguments.check("out", (torch.bfloat16,), (None, None))
+
+
+def _check_nibble_scales(
+    arguments: FakeArguments, weight: Tensor, groups: int, columns: int
+) -> None:
+    arguments.check("scales", (torch.bfloat16, torch.float32), (groups, columns))
+    is_tiled = _is_tiled(weight)
+    has_zeros = arguments["zeros"] is not None
+    is_paired = not is_tiled or has_zeros == (arguments["scales"].dtype == torch.float32)
+    wanted = "zero points of tiles beside scales of float32 and only there"
+    arguments.require("zeros", is_paired, wanted, "a tensor" if has_zeros else "none")
+    arguments.check("zeros", (torch.bfloat16,) if is_tiled else UINT8, (groups, columns))
+
+
+def _is_tiled(weight: Tensor) -> bool:
+    return weight.dim() == 4 and weight.shape[3] == _LANE_BYTES
 
 
 def _check_gate(

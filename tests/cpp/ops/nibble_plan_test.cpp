@@ -2,6 +2,7 @@
 #include "ops/quant/nibble_plan.h"
 
 #include <cstdint>
+#include <utility>
 
 #include <gtest/gtest.h>
 
@@ -9,6 +10,10 @@ namespace diffulex::test {
 namespace {
 
 constexpr int32_t kSmemLimit = 227 * 1024;
+/// Groups, and bytes of what they have.
+constexpr std::pair<int32_t, int32_t> kScales[] = {
+    {32, kNibbleScaleBytes}, {64, kNibbleScaleBytes}, {128, kNibbleScaleBytes},
+    {32, kNibbleExactBytes}, {64, kNibbleExactBytes}, {128, kNibbleExactBytes}};
 
 /// Tiles cover W and x, no share of the depth is empty, all CTAs run at once and fit, the ring has
 /// whole turns of the phases; the order of sums does not depend on the rows of x.
@@ -16,12 +21,12 @@ TEST(NibblePlanTest, PlansAreSoundAndSumInOneOrder) {
   for (const int32_t processors : {1, 78, 132}) {
     for (const int64_t weight_rows : {16, 48, 512, 3072, 4096, 6144, 24576, 151936}) {
       for (const int64_t depth : {128, 256, 384, 4096, 12288}) {
-        for (const int32_t group : {32, 64, 128}) {
+        for (const auto& [group, scale_bytes] : kScales) {
           const NibblePlan first =
-              nibble_plan(1, weight_rows, depth, group, processors, kSmemLimit);
+              nibble_plan(1, weight_rows, depth, group, scale_bytes, processors, kSmemLimit);
           for (const int64_t rows : {1, 16, 17, 32, 33, 64, 65, 128, 129, 300, 8192}) {
             const NibblePlan plan =
-                nibble_plan(rows, weight_rows, depth, group, processors, kSmemLimit);
+                nibble_plan(rows, weight_rows, depth, group, scale_bytes, processors, kSmemLimit);
             const LinearPlan& linear = plan.linear;
             EXPECT_EQ(linear.splits, first.linear.splits);
             EXPECT_EQ(plan.phases, first.phases);
@@ -38,7 +43,7 @@ TEST(NibblePlanTest, PlansAreSoundAndSumInOneOrder) {
             EXPECT_EQ(linear.stage_bytes % 1024, 0);
             EXPECT_EQ(plan.scale_bytes % 16, 0);
             EXPECT_EQ(plan.scale_bytes,
-                      linear.stages * linear.tile_rows * 2 * kNibbleStageDepth / group);
+                      linear.stages * linear.tile_rows * scale_bytes * kNibbleStageDepth / group);
             EXPECT_EQ(plan.share_bytes,
                       plan.phases > 1 ? plan.blocks * 64 * plan.tile_rows * 4 : 0);
             const int32_t barriers = (3 * linear.stages + 3) * 8;
@@ -54,11 +59,11 @@ TEST(NibblePlanTest, PlansAreSoundAndSumInOneOrder) {
 
 /// The products of SDAR-8B: tiles of whole warpgroups for nearly all processors.
 TEST(NibblePlanTest, ProductsOfAModel) {
-  const NibblePlan gate_up = nibble_plan(32, 24576, 4096, 128, 132, kSmemLimit);
+  const NibblePlan gate_up = nibble_plan(32, 24576, 4096, 128, kNibbleScaleBytes, 132, kSmemLimit);
   EXPECT_EQ(gate_up.linear.tile_rows, 192);
   EXPECT_EQ(gate_up.linear.splits, 1);
   EXPECT_EQ(gate_up.phases, 1);
-  const NibblePlan down = nibble_plan(32, 4096, 12288, 128, 132, kSmemLimit);
+  const NibblePlan down = nibble_plan(32, 4096, 12288, 128, kNibbleScaleBytes, 132, kSmemLimit);
   EXPECT_EQ(down.linear.tile_rows, 64);
   EXPECT_EQ(down.linear.splits, 2);
   EXPECT_EQ(down.phases, 4);

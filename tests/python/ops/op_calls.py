@@ -248,6 +248,16 @@ def linear_w4a16() -> Call:
     return tensors, {"group": D // 2}
 
 
+def dequantize_nibbles() -> Call:
+    tensors = {
+        "weight": torch.ones(V, D // 2, dtype=torch.uint8),
+        "scales": torch.ones(2, V, dtype=torch.bfloat16),
+        "zeros": torch.zeros(2, V, dtype=torch.uint8),
+        "out": torch.zeros(V, D, dtype=torch.bfloat16),
+    }
+    return tensors, {"group": D // 2}
+
+
 def token_stats() -> Call:
     tensors = {
         "logits": _normal(T, V),
@@ -350,6 +360,7 @@ CALLS: dict[str, Callable[[], Call]] = (
             quantize_weight,
             linear_scaled,
             linear_w4a16,
+            dequantize_nibbles,
             token_stats,
             merge_token_stats,
             accept_mask_fill,

@@ -213,6 +213,12 @@ CASES: list[tuple[str, str, Change, str]] = [
     ("linear_w4a16", "zeros", half, "expected dtype uint8, got float16"),
     ("linear_w4a16", "out", longer, "expected shape"),
     ("linear_w4a16", "group", value(3), "expected a divisor of"),
+    ("dequantize_nibbles", "weight", half, "expected dtype uint8, got float16"),
+    ("dequantize_nibbles", "weight", wider, "expected shape"),
+    ("dequantize_nibbles", "scales", longer, "expected shape"),
+    ("dequantize_nibbles", "zeros", half, "expected dtype uint8, got float16"),
+    ("dequantize_nibbles", "out", half, "expected dtype bfloat16, got float16"),
+    ("dequantize_nibbles", "group", value(3), "expected a divisor of"),
     ("token_stats", "logits", double, "expected dtype"),
     ("token_stats", "logits", flat, "expected shape"),
     ("token_stats", "extra_logits", half, "expected dtype"),
@@ -445,6 +451,7 @@ EMPTY: dict[str, dict[str, int]] = {
     "quantize_weight": {"w": 0, "out": 0, "scale": 0},
     "linear_scaled": {"x": 0, "out": 0},
     "linear_w4a16": {"x": 0, "out": 0},
+    "dequantize_nibbles": {"weight": 0, "out": 0},
     "token_stats": dict.fromkeys(
         (
             "row_index",
@@ -546,6 +553,8 @@ def test_empty_inputs_are_legal(device: str, op: str) -> None:
         tensors["parts"] = tensors["parts"][:, :0]
     if op == "fused_experts_packed":
         tensors["expert_offsets"].zero_()
+    if op == "dequantize_nibbles":
+        tensors |= {name: tensors[name][:, :0] for name in ("scales", "zeros")}
     for name, length in EMPTY[op].items():
         tensors[name] = tensors[name][:length].contiguous()
     caches = {n: t.clone() for n, t in tensors.items() if n in ("k_cache", "v_cache")}

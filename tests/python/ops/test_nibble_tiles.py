@@ -123,11 +123,17 @@ class Bad(NamedTuple):
         Bad("x: expected dtype bfloat16, got float16", x=torch.zeros(2, 256).half()),
         Bad("weight: expected tiles of a multiple of 16 rows and 128 columns, got 24", rows=24),
         Bad("group: expected 32, 64 or 128 with tiles, got 16", group=16),
-        Bad("scales: expected dtype bfloat16, got float32", scale_dtype=torch.float32),
-        Bad(r"zeros: expected none \(tiles are symmetric\)", has_zeros=True),
+        Bad("scales: expected dtype bfloat16 or float32, got", scale_dtype=torch.float16),
+        Bad("zeros: expected zero points of tiles beside .*, got none", scale_dtype=torch.float32),
+        Bad("zeros: expected zero points of tiles beside .*, got a tensor", has_zeros=True),
+        Bad(
+            "zeros: expected dtype bfloat16, got uint8",
+            has_zeros=True,
+            scale_dtype=torch.float32,
+        ),
         Bad("out: expected dtype bfloat16, got float32", out_dtype=torch.float32),
     ],
-    ids=lambda bad: bad.message.partition(":")[0],
+    ids=lambda bad: bad.message.partition(",")[0],
 )
 def test_errors_of_tiles(bad: Bad, device: str) -> None:
     tiles = torch.zeros(bad.rows // 8, 4, 32, 8, dtype=torch.uint8, device=device)
@@ -220,6 +226,66 @@ def test_gated_product(
         slack = 2.0**-7 * want.abs() + 2.0**-14 * (1 + both.abs().max() ** 2)
         assert ((out.double() - want).abs() <= slack).all(), num_rows
         assert is_untouched(out)
+
+
+def exact_parts(columns: int, groups: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scales that bfloat16 does not hold, of both signs, and all zero points that checkpoints have."""
+    generator = torch.Generator().manual_seed(columns + groups)
+    scales = torch.randn(groups, columns, generator=generator).half().float() * 0.02
+    return scales, torch.randint(0, 17, (groups, columns), generator=generator)
+
+
+def exact_values(
+    codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor, group: int
+) -> torch.Tensor:
+    """What nibbles, scales and zero points say, in bfloat16 on the CPU."""
+    zeros, scales = (part.T.repeat_interleave(group, 1) for part in (zeros.float(), scales))
+    return ((nibbles_of(codes).float() - zeros) * scales).bfloat16()
+
+
+@pytest.mark.cuda
+@GROUPS
+@pytest.mark.parametrize("shape", SHAPES)
+def test_product_with_zero_points(hopper: torch.device, shape: tuple[int, int], group: int) -> None:
+    columns, depth = shape
+    codes = random_codes(columns, depth)
+    scales, zeros = exact_parts(columns, depth // group)
+    values = exact_values(codes, scales, zeros, group).to(hopper).double()
+    tiles = ops.to_nibble_tiles(codes.to(hopper))
+    parts = placed(scales), placed(zeros.bfloat16())
+    for num_rows in ROWS:
+        x = normal(num_rows, depth, seed=4).to(hopper).bfloat16()
+        want = x.double() @ values.T
+        out = inside(num_rows, columns)
+        ops.linear_w4a16(placed(x), tiles, *parts, group=group, out=out)
+        slack = 2.0**-8 * want.abs() + 2.0**-20 * (x.double().abs() @ values.abs().T)
+        assert ((out.double() - want).abs() <= slack).all(), num_rows
+        assert is_untouched(out)
+        if columns % 32:
+            continue
+        both, act = want.float(), ops.Activation.SILU
+        gated = inside(num_rows, columns // 2)
+        ops.linear_w4a16(placed(x), tiles, *parts, group=group, act=act, out=gated)
+        want = ops.act_and_mul(both, act).double()
+        slack = 2.0**-7 * want.abs() + 2.0**-14 * (1 + both.abs().max() ** 2)
+        assert ((gated.double() - want).abs() <= slack).all(), num_rows
+        assert is_untouched(gated)
+
+
+@pytest.mark.cuda
+@GROUPS
+def test_weights_with_zero_points_are_rounded_as_they_say(hopper: torch.device, group: int) -> None:
+    """Rows of an identity give (nibble - zero) * scale, rounded to float32 and to bfloat16, bit for bit."""
+    columns, depth = 208, 128
+    codes = random_codes(columns, depth)
+    scales, zeros = exact_parts(columns, depth // group)
+    tiles = ops.to_nibble_tiles(codes.to(hopper))
+    x = torch.eye(depth, dtype=torch.bfloat16, device=hopper)
+    out = inside(depth, columns)
+    parts = placed(scales), placed(zeros.bfloat16())
+    ops.linear_w4a16(x, tiles, *parts, group=group, out=out)
+    want = exact_values(codes, scales, zeros, group).T + 0.0
+    assert torch.equal((out.cpu() + 0.0).view(torch.int16), want.view(torch.int16))
 
 
 @pytest.mark.cuda

@@ -48,21 +48,23 @@ NibbleLinearArgs nibble_args(const LinearW4a16Params& params, const NibblePlan& 
   NibbleLinearArgs args{};
   sm90::set_call(params, plan.linear, &args);
   args.num_steps = plan.num_steps;
-  args.scales = params.scales.as<const __nv_bfloat16>();
-  args.scale_stride = params.scales.stride[0];
+  args.scales = params.scales.as<const uint8_t>();
+  args.zeros = params.zeros.as<const uint8_t>();
+  args.scale_stride = params.scales.stride[0] * dtype_bytes(params.scales.dtype);
+  args.zero_stride = params.zeros.stride[0] * dtype_bytes(params.zeros.dtype);
   args.row_tiles = plan.row_tiles;
   args.scale_bytes = plan.scale_bytes;
-  args.stripe_scales = args.act >= 0 ? 16 : 32;
-  args.below_scales = args.act >= 0 ? args.tile_rows : 16;
+  args.stripe_scales = args.act >= 0 ? 8 : 16;
+  args.below_scales = args.act >= 0 ? args.tile_rows / 2 : 8;
   args.share_bytes = plan.share_bytes;
   args.blocks = plan.blocks;
   args.phases = plan.phases;
   return args;
 }
 
-template <int kRows, int kScaleRows>
+template <int kRows, int kScaleRows, bool kIsExact>
 Status launch(const LinearW4a16Params& params, const NibblePlan& plan, const ExecContext& context) {
-  using Traits = NibbleTraits<kRows, kScaleRows>;
+  using Traits = NibbleTraits<kRows, kScaleRows, kIsExact>;
   NibbleLinearArgs args = nibble_args(params, plan);
   args.box_rows = std::min(args.num_rows, kRows);
   return sm90::launch_ring<sm90::nibble_linear_kernel<Traits>>(
@@ -73,24 +75,41 @@ Status launch(const LinearW4a16Params& params, const NibblePlan& plan, const Exe
       args, plan.linear, context);
 }
 
-template <int kRows>
-Status launch_rows(const LinearW4a16Params& params, const NibblePlan& plan,
-                   const ExecContext& context) {
+template <int kRows, bool kIsExact>
+Status launch_groups(const LinearW4a16Params& params, const NibblePlan& plan,
+                     const ExecContext& context) {
   switch (kNibbleStageDepth / params.group) {
     case 1:
-      return launch<kRows, 1>(params, plan, context);
+      return launch<kRows, 1, kIsExact>(params, plan, context);
     case 2:
-      return launch<kRows, 2>(params, plan, context);
+      return launch<kRows, 2, kIsExact>(params, plan, context);
     default:
-      return launch<kRows, 4>(params, plan, context);
+      return launch<kRows, 4, kIsExact>(params, plan, context);
   }
 }
 
 template <int kRows>
+Status launch_rows(const LinearW4a16Params& params, const NibblePlan& plan,
+                   const ExecContext& context) {
+  return params.zeros.present() ? launch_groups<kRows, true>(params, plan, context)
+                                : launch_groups<kRows, false>(params, plan, context);
+}
+
+template <int kRows, bool kIsExact>
+Status prepare_groups(int32_t device_index) {
+  DIFFULEX_RETURN_IF_ERROR((prepare_tile<NibbleTraits<kRows, 1, kIsExact>>(device_index)));
+  DIFFULEX_RETURN_IF_ERROR((prepare_tile<NibbleTraits<kRows, 2, kIsExact>>(device_index)));
+  return prepare_tile<NibbleTraits<kRows, 4, kIsExact>>(device_index);
+}
+
+template <int kRows>
 Status prepare_rows(int32_t device_index) {
-  DIFFULEX_RETURN_IF_ERROR((prepare_tile<NibbleTraits<kRows, 1>>(device_index)));
-  DIFFULEX_RETURN_IF_ERROR((prepare_tile<NibbleTraits<kRows, 2>>(device_index)));
-  return prepare_tile<NibbleTraits<kRows, 4>>(device_index);
+  DIFFULEX_RETURN_IF_ERROR((prepare_groups<kRows, false>(device_index)));
+  return prepare_groups<kRows, true>(device_index);
+}
+
+bool has_aligned_groups(const TensorRef& scales) {
+  return scales.stride[0] * dtype_bytes(scales.dtype) % 16 == 0 && is_aligned16(scales.data);
 }
 
 /// What the copies cannot address, or results not be written to in pairs; nullptr: nothing.
@@ -101,8 +120,11 @@ const char* unaligned_part(const LinearW4a16Params& params) {
   if (!is_aligned16(params.weight.data)) {
     return "weight: expected tiles that begin at a multiple of 16 bytes";
   }
-  if (params.scales.stride[0] % 8 != 0 || !is_aligned16(params.scales.data)) {
+  if (!has_aligned_groups(params.scales)) {
     return "scales: expected groups that begin at multiples of 16 bytes";
+  }
+  if (!has_aligned_groups(params.zeros)) {
+    return "zeros: expected groups that begin at multiples of 16 bytes";
   }
   if (params.out.stride[0] % 2 != 0 || reinterpret_cast<uintptr_t>(params.out.data) % 4 != 0) {
     return "out: expected rows that begin at multiples of 4 bytes";
@@ -124,8 +146,10 @@ Status launch_nibble_tiles(const LinearW4a16Params& params, const ExecContext& c
   int processors = 0;
   DIFFULEX_RETURN_IF_ERROR(sm90::count_processors(kWhere, context.device_index, &processors));
   const int64_t weight_rows = params.out.size[1] * (params.act.has_value() ? 2 : 1);
-  const NibblePlan plan = nibble_plan(params.x.size[0], weight_rows, params.x.size[1], params.group,
-                                      processors, sm90::kRingSmemLimit);
+  const NibblePlan plan =
+      nibble_plan(params.x.size[0], weight_rows, params.x.size[1], params.group,
+                  params.zeros.present() ? kNibbleExactBytes : kNibbleScaleBytes, processors,
+                  sm90::kRingSmemLimit);
   switch (plan.tile_rows) {
     case 16:
       return launch_rows<16>(params, plan, context);

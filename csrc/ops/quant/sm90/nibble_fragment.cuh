@@ -18,6 +18,38 @@
 
 namespace diffulex::cuda::sm90 {
 
+/// What turns the nibbles of a group of a row to values.
+template <typename Traits, bool kIsExact = Traits::kIsExact>
+struct NibbleScales final {
+  __nv_bfloat162 scale;
+
+  /// Number `place` of those of a stage.
+  __device__ __forceinline__ void read(const NibbleLinearArgs& /*args*/, uint32_t stage,
+                                       int32_t place) {
+    scale = __bfloat162bfloat162(ptx::shared_load_bf16(stage + place * 2));
+  }
+  __device__ __forceinline__ void widen(uint32_t word, uint32_t (&pairs)[4]) const {
+    widen_pairs(word, scale, pairs);
+  }
+};
+
+template <typename Traits>
+struct NibbleScales<Traits, true> final {
+  float scale;
+  __nv_bfloat162 zero;
+
+  __device__ __forceinline__ void read(const NibbleLinearArgs& args, uint32_t stage,
+                                       int32_t place) {
+    const uint32_t zeros = stage + Traits::kScaleRows * args.tile_rows * 4;
+    scale = ptx::shared_load1(stage + place * 4);
+    zero = __bfloat162bfloat162(
+        __hadd(ptx::shared_load_bf16(zeros + place * 2), __float2bfloat16_rn(128.0F)));
+  }
+  __device__ __forceinline__ void widen(uint32_t word, uint32_t (&pairs)[4]) const {
+    widen_pairs(word, scale, zero, pairs);
+  }
+};
+
 /// Where one lane finds its nibbles and scales in a stage.
 template <typename Traits>
 class NibbleLane final {
@@ -30,17 +62,16 @@ class NibbleLane final {
     // Lines of 128 bytes, whose runs of 16 are swizzled by the number of the line.
     swizzled_ = half * 128 + ((lane / 2 % 8) ^ half) * 16 + lane % 2 * 8;
     stripe_ = stripe * kStripeBytes;
-    above_ = stripe * args.stripe_scales + lane / 4 * 2;
+    above_ = stripe * args.stripe_scales + lane / 4;
   }
 
   /// Reads the scales of a stage.
   __device__ __forceinline__ void begin_stage(uint32_t scales) {
-    if (is_inside_) {
+    stage_ = scales;
+    if (!kReadsLate && is_inside_) {
 #pragma unroll
       for (int32_t row = 0; row < Traits::kScaleRows; ++row) {
-        const uint32_t mine = scales + row * args_.tile_rows * 2 + above_;
-        scales_[row][0] = __bfloat162bfloat162(ptx::shared_load_bf16(mine));
-        scales_[row][1] = __bfloat162bfloat162(ptx::shared_load_bf16(mine + args_.below_scales));
+        read_row(row, scales_[row]);
       }
     }
   }
@@ -60,6 +91,14 @@ class NibbleLane final {
 
  private:
   static constexpr int32_t kStripeBytes = 16 * kNibbleStageDepth / 2;
+  /// Whether scales are read where they are needed: registers do not hold those of a stage.
+  static constexpr bool kReadsLate = Traits::kIsExact && Traits::kScaleRows == 4;
+
+  __device__ __forceinline__ void read_row(int32_t row, NibbleScales<Traits> (&scales)[2]) const {
+    const int32_t place = row * args_.tile_rows + above_;
+    scales[0].read(args_, stage_, place);
+    scales[1].read(args_, stage_, place + args_.below_scales);
+  }
 
   /// 64 columns of a row, whose lines of 128 bytes begin with `line` of the stripe.
   __device__ __forceinline__ uint2 words_of(uint32_t weights, int32_t line) const {
@@ -68,11 +107,18 @@ class NibbleLane final {
   /// 32 columns, number `quarter` of the stage.
   __device__ __forceinline__ void widen_half(uint32_t above, uint32_t below, int32_t quarter,
                                              uint32_t (&first)[4], uint32_t (&second)[4]) const {
-    const __nv_bfloat162(&scale)[2] = scales_[quarter * Traits::kScaleRows / 4];
     uint32_t upper[4];
     uint32_t lower[4];
-    widen_pairs(above, scale[0], upper);
-    widen_pairs(below, scale[1], lower);
+    if constexpr (kReadsLate) {
+      NibbleScales<Traits> scales[2];
+      read_row(quarter, scales);
+      scales[0].widen(above, upper);
+      scales[1].widen(below, lower);
+    } else {
+      const NibbleScales<Traits>(&scales)[2] = scales_[quarter * Traits::kScaleRows / 4];
+      scales[0].widen(above, upper);
+      scales[1].widen(below, lower);
+    }
 #pragma unroll
     for (int32_t k = 0; k < 2; ++k) {
       first[2 * k] = upper[k];
@@ -87,7 +133,8 @@ class NibbleLane final {
   int32_t swizzled_;
   int32_t stripe_;
   int32_t above_;
-  __nv_bfloat162 scales_[Traits::kScaleRows][2];
+  uint32_t stage_ = 0;  // scales of the stage
+  NibbleScales<Traits> scales_[kReadsLate ? 1 : Traits::kScaleRows][2];
 };
 
 }  // namespace diffulex::cuda::sm90

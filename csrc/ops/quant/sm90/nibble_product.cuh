@@ -52,7 +52,7 @@ class NibbleCopies : public RingCopies<NibbleLinearArgs, NibbleWork> {
   struct Place final {
     int32_t weight_tile;
     int32_t first_row;  // of x
-    int32_t run_bytes;  // of the scales of one run of rows of W: all of it, or its gate or up
+    int32_t run;        // rows of W whose scales lie together: all of the tile, or its gate or up
   };
   /// The warps of one phase.
   static __device__ __forceinline__ uint32_t num_readers(const NibbleLinearArgs& args) {
@@ -63,10 +63,11 @@ class NibbleCopies : public RingCopies<NibbleLinearArgs, NibbleWork> {
     const int32_t weight_tile = tile / args_.row_tiles;
     const int32_t left = args_.num_columns - weight_tile * run_height();
     return {weight_tile, (tile - weight_tile * args_.row_tiles) * Traits::kRows,
-            2 * min(run_height(), left)};
+            min(run_height(), left)};
   }
   __device__ __forceinline__ int32_t weight_bytes(const Place& place) const {
-    return nibble_bytes() + Traits::kScaleRows * place.run_bytes * (has_gate() ? 2 : 1);
+    return nibble_bytes() +
+           Traits::kScaleRows * Traits::kScaleBytes * place.run * (has_gate() ? 2 : 1);
   }
   __device__ __forceinline__ int32_t row_bytes(const Place& /*place*/) const {
     return args_.box_rows * Traits::kLines * Traits::kLineBytes;
@@ -80,18 +81,13 @@ class NibbleCopies : public RingCopies<NibbleLinearArgs, NibbleWork> {
     // 128 bytes of a run of eight rows, four of those, two runs, pairs of runs.
     ptx::tma_load_hinted(smem_.stages + stage * args_.stage_bytes, weight_map_, barrier, policy_, 0,
                          depth * 4, 0, place.weight_tile * (args_.tile_rows / 16));
-    const auto bytes = static_cast<uint32_t>(place.run_bytes);
-    uint32_t target =
-        smem_.extra + args_.share_bytes + stage * Traits::kScaleRows * args_.tile_rows * 2;
-    const __nv_bfloat16* source = args_.scales + depth * Traits::kScaleRows * args_.scale_stride +
-                                  place.weight_tile * run_height();
-    for (int32_t row = 0; row < Traits::kScaleRows; ++row) {
-      ptx::bulk_load(target, source, bytes, barrier);
-      if (has_gate()) {
-        ptx::bulk_load(target + args_.tile_rows, source + args_.num_columns, bytes, barrier);
-      }
-      target += args_.tile_rows * 2;
-      source += args_.scale_stride;
+    const int32_t scales = Traits::kScaleRows * args_.tile_rows;
+    const uint32_t target = smem_.extra + args_.share_bytes + stage * scales * Traits::kScaleBytes;
+    if constexpr (Traits::kIsExact) {
+      load_scales<4>(target, args_.scales, args_.scale_stride, place, depth, barrier);
+      load_scales<2>(target + scales * 4, args_.zeros, args_.zero_stride, place, depth, barrier);
+    } else {
+      load_scales<2>(target, args_.scales, args_.scale_stride, place, depth, barrier);
     }
   }
   __device__ __forceinline__ void load_rows(int32_t stage, const Place& place, int32_t step,
@@ -107,6 +103,23 @@ class NibbleCopies : public RingCopies<NibbleLinearArgs, NibbleWork> {
   }
 
  private:
+  /// What a stage has of scales, or zero points, of kBytes each.
+  template <int32_t kBytes>
+  __device__ __forceinline__ void load_scales(uint32_t target, const uint8_t* source,
+                                              int64_t stride, const Place& place, int32_t depth,
+                                              uint32_t barrier) {
+    const auto bytes = static_cast<uint32_t>(place.run * kBytes);
+    source += depth * Traits::kScaleRows * stride + place.weight_tile * run_height() * kBytes;
+    for (int32_t row = 0; row < Traits::kScaleRows; ++row) {
+      ptx::bulk_load(target, source, bytes, barrier);
+      if (has_gate()) {
+        ptx::bulk_load(target + args_.tile_rows / 2 * kBytes, source + args_.num_columns * kBytes,
+                       bytes, barrier);
+      }
+      target += args_.tile_rows * kBytes;
+      source += stride;
+    }
+  }
   __device__ __forceinline__ int32_t run_height() const {
     return has_gate() ? args_.tile_rows / 2 : args_.tile_rows;
   }
@@ -181,7 +194,7 @@ __device__ __forceinline__ void consume_nibbles(const NibbleLinearArgs& args,
   const int32_t stripe = warp - phase * 4 * args.blocks;  // of 16 rows of W
   const bool is_signaller = threadIdx.x % 32 == 0;
   const int32_t weight_bytes = args.tile_rows * (kNibbleStageDepth / 2);
-  const int32_t stage_scales = Traits::kScaleRows * args.tile_rows * 2;
+  const int32_t stage_scales = Traits::kScaleRows * args.tile_rows * Traits::kScaleBytes;
   const uint32_t scales = smem.extra + args.share_bytes;
   NibbleLane<Traits> lane(args, stripe);
   NibbleEpilogue<Traits> epilogue(args, smem.partials, smem.partials_full, smem.partials_empty,

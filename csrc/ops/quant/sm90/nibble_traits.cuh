@@ -13,13 +13,16 @@
 
 namespace diffulex::cuda::sm90 {
 
-template <int kRowCount, int kScaleCount>
+template <int kRowCount, int kScaleCount, bool kHasExactScales>
 struct NibbleTraits final {
   using T = __nv_bfloat16;                        // of x and of the result
   static constexpr int kRows = kRowCount;         // of x
   static constexpr int kScaleRows = kScaleCount;  // of a stage: 128 / group
-  static constexpr int kGroups = kRows / 8;       // accumulators of a thread, four floats each
-  static constexpr int kLineBytes = 128;          // of a row of x: the swizzle
+  /// Whether scales are float32, with zero points; those of a stage lie behind its scales.
+  static constexpr bool kIsExact = kHasExactScales;
+  static constexpr int kScaleBytes = kIsExact ? kNibbleExactBytes : kNibbleScaleBytes;
+  static constexpr int kGroups = kRows / 8;  // accumulators of a thread, four floats each
+  static constexpr int kLineBytes = 128;     // of a row of x: the swizzle
   static constexpr int kLines = 2 * kNibbleStageDepth / kLineBytes;
   static constexpr int kMaxThreads = kNibbleWarpgroups * 128 + 32;
   /// Fragments of the next line are made while the products of one run, where registers suffice.
@@ -29,13 +32,15 @@ struct NibbleTraits final {
 };
 
 struct NibbleLinearArgs final : LinearArgs {
-  const __nv_bfloat16* scales;  // [K / group, rows of W]
-  int64_t scale_stride;
+  const uint8_t* scales;  // [K / group, rows of W]
+  const uint8_t* zeros;   // the same, of exact scales
+  int64_t scale_stride;   // in bytes
+  int64_t zero_stride;
   int32_t row_tiles;      // of x; those of one tile of W follow each other
   int32_t box_rows;       // of x that a copy brings
   int32_t scale_bytes;    // of all stages
-  int32_t stripe_scales;  // bytes from the scales of a warp to those of the next one
-  int32_t below_scales;   // bytes from the scales of its first to those of its second eight rows
+  int32_t stripe_scales;  // scales from the first of a warp to that of the next one
+  int32_t below_scales;   // scales from that of its first to that of its second eight rows
   int32_t share_bytes;    // of the sums of a phase
   int32_t blocks;         // warpgroups side by side
   int32_t phases;         // warpgroups that take stages in turn
