@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Products of many e4m3 rows by the library of the vendor, through torch.
+"""Products of many rows by the library of the vendor, through torch.
 
-Its sums are in another order than those of `ops.linear_scaled`, and may depend on the number of rows. Which
+Its sums are in another order than those of our kernels, and may depend on the number of rows. Which
 calls it takes is a function of shapes and of the device, so that a captured graph keeps the choice.
 """
 
@@ -17,10 +17,15 @@ from diffulex.ops import WeightScheme
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["multiply", "own_rows", "takes_rows"]
+__all__ = ["multiply", "multiply_plain", "own_nibble_rows", "own_rows", "takes_rows"]
 
 #: Rows up to which `ops.linear_scaled` is faster with nearly every weight.
 _FEW_ROWS = {WeightScheme.FP8: 192, WeightScheme.FP8_BLOCK: 128}
+#: Rows up to which `ops.linear_w4a16` of tiles is faster than making bfloat16 of the weight: where the second
+#: level of the cache holds that, and of larger weights.
+_NIBBLE_ROWS = 256, 384
+#: Elements of the largest weight that it holds.
+_CACHED_ELEMENTS = 1 << 25
 #: Rows and columns of the library's tiles.
 _TILE = 128
 #: By scheme: what divides the number of rows, that of columns of the result, and the depth. Scales of
@@ -28,6 +33,7 @@ _TILE = 128
 _MULTIPLES = {
     WeightScheme.FP8: (1, 16, 16),
     WeightScheme.FP8_BLOCK: (4, ops.QUANT_GROUP, 4 * ops.QUANT_GROUP),
+    WeightScheme.INT4: (1, 1, 1),
 }
 #: The first CUDA whose library has scales of blocks.
 _CUDA_OF_BLOCKS = (12, 9)
@@ -59,6 +65,14 @@ def _own_rows(scheme: WeightScheme, num_columns: int, num_processors: int) -> in
     return max(_FEW_ROWS[scheme], row_tiles * _TILE)
 
 
+def own_nibble_rows(device: torch.device, num_elements: int, has_tiles: bool) -> int | None:
+    """Rows up to which `ops.linear_w4a16` is faster with a weight on a device; None: `multiply_plain` is not for
+    that."""
+    if device.type != "cuda":
+        return None
+    return _NIBBLE_ROWS[num_elements > _CACHED_ELEMENTS] if has_tiles else 0
+
+
 def takes_rows(scheme: WeightScheme, x: Tensor, limit: int) -> bool:
     """Whether `multiply` takes x [T, K] and a weight whose `own_rows` are `limit`, and is faster."""
     num_rows = x.size(0)
@@ -87,4 +101,15 @@ def multiply(
         out_dtype=torch.bfloat16,
         out=result,
     )
+    return out if can_write else out.copy_(result)
+
+
+def multiply_plain(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
+    """x W^T + bias of rows [T, K] and W [N, K], all bfloat16, into `out` [T, N] of any dtype and row stride."""
+    can_write = out.dtype == torch.bfloat16
+    result = out if can_write else out.new_empty(out.shape, dtype=torch.bfloat16)
+    if bias is None:
+        torch.mm(x, weight.t(), out=result)
+    else:
+        torch.addmm(bias.to(torch.bfloat16), x, weight.t(), out=result)
     return out if can_write else out.copy_(result)

@@ -79,7 +79,6 @@ class _Part:
         self.order: torch.Tensor | None = None
         is_tileable = scheme == WeightScheme.INT4 and dtype == torch.bfloat16
         is_tileable &= ops.is_tileable(shape.rows, depth, shape.group)
-        is_tileable &= not shape.has_exact_scale and not shape.has_order
         self._has_tiles = is_tileable and ops.has_hopper_kernels(device)
 
     @property
@@ -109,6 +108,11 @@ class _Part:
             self._of_rows(self.zeros, first, last).copy_(stored.zeros)
         if stored.order is not None:
             self.order = stored.order.to(self.codes.device)
+
+    @property
+    def has_tiles(self) -> bool:
+        """Whether products take tiles."""
+        return self._has_tiles
 
     def place_in(self, codes: torch.Tensor, scale: torch.Tensor) -> None:
         """Takes other memory for what will be written, in rows."""
@@ -154,7 +158,7 @@ class _Part:
     def can_gate(self) -> bool:
         """Whether one kernel multiplies gate and up, which are halves of the rows."""
         if self.scheme == WeightScheme.INT4:
-            return self._has_tiles and self.codes.dim() == 4
+            return self._has_tiles and self.codes.dim() == 4 and self.order is None
         if self.codes.device.type == "cpu":
             return False
         half = self.shape.rows // 2
@@ -166,14 +170,24 @@ class _Part:
             self.codes = ops.pack_panels(self.codes)
         if self.zeros is not None and bool((self.zeros == ops.INT4_ZERO).all()):
             self.zeros = None
-        if self._has_tiles and self.codes.dim() == 2 and self.zeros is None:
+        if self._has_tiles and self.codes.dim() == 2:
             self.codes = ops.to_nibble_tiles(self.codes)
+            self._pair_scales()
+
+    def _pair_scales(self) -> None:
+        """Beside tiles are scales of bfloat16 alone, or of float32 with zero points."""
+        if self.zeros is not None:
+            self.scale, self.zeros = self.scale.float(), self.zeros.bfloat16()
+        elif self.scale.dtype == torch.float32:
+            zeros = torch.full_like(self.scale, ops.INT4_ZERO, dtype=torch.bfloat16)
+            self.zeros = zeros
 
     def gated_product(
         self, x: ops.QuantizedRows | torch.Tensor, act: ops.Activation, out: torch.Tensor
     ) -> None:
         if isinstance(x, torch.Tensor):
-            ops.linear_w4a16(x, self.codes, self.scale, group=self.group, act=act, out=out)
+            group, zeros = self.group, self.zeros
+            ops.linear_w4a16(x, self.codes, self.scale, zeros, group=group, act=act, out=out)
         else:
             ops.linear_scaled(x, self.codes, self.scale, act=act, out=out)
 
@@ -184,11 +198,23 @@ class _Part:
         out: torch.Tensor,
     ) -> None:
         if isinstance(x, torch.Tensor):
-            rows = x if self.order is None else x.index_select(1, self.order)
             group, zeros = self.shape.group or self.depth, self.zeros
+            rows = self._ordered(x)
             ops.linear_w4a16(rows, self.codes, self.scale, zeros, bias, group=group, out=out)
         else:
             ops.linear_scaled(x, self.codes, self.scale, bias, out=out)
+
+    def dequantized_product(
+        self, x: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor
+    ) -> None:
+        """The same of many bfloat16 rows and nibbles, by the vendor's library."""
+        weight = x.new_empty(self.shape.rows, self.depth)
+        group = self.shape.group or self.depth
+        ops.dequantize_nibbles(self.codes, self.scale, self.zeros, group=group, out=weight)
+        vendor.multiply_plain(self._ordered(x), weight, bias, out)
+
+    def _ordered(self, x: torch.Tensor) -> torch.Tensor:
+        return x if self.order is None else x.index_select(1, self.order)
 
 
 class QuantizedWeight:
@@ -233,8 +259,13 @@ class QuantizedWeight:
             self._parts.append(_Part(start, shape, depth, scheme, torch.device(device), dtype))
             start += shape.rows
         self.is_batch_invariant = False
-        codes = self._parts[0].codes
-        self._own_rows = vendor.own_rows(scheme, codes) if len(self._parts) == 1 else None
+        self._own_rows: int | None = None
+        if scheme == WeightScheme.INT4:
+            has_tiles = all(part.has_tiles for part in self._parts)
+            size = self.num_rows * depth
+            self._own_rows = vendor.own_nibble_rows(torch.device(device), size, has_tiles)
+        elif len(self._parts) == 1:
+            self._own_rows = vendor.own_rows(scheme, self._parts[0].codes)
 
     @property
     def nbytes(self) -> int:
@@ -357,6 +388,12 @@ class QuantizedWeight:
     ) -> torch.Tensor:
         if out is None:
             out = x.new_empty(x.size(0), self.num_rows)
+        if self.scheme == WeightScheme.INT4 and self._takes_vendor(x):
+            self.packed()
+            for part in self._parts:
+                of_part = None if bias is None else bias[part.rows]
+                part.dequantized_product(x, of_part, out[:, part.rows])
+            return out
         taken = self.rows_of(x) if rows is None else rows
         is_plain = bias is None or self.scheme == WeightScheme.FP8
         if is_plain and isinstance(taken, ops.QuantizedRows) and self._takes_vendor(x):

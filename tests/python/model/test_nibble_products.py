@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Products of rows and weights of 4 bits as layers hold them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from diffulex import ops
+from diffulex.checkpoint.low_precision import Codes
+from diffulex.ops import WeightScheme
+from diffulex.quantization import vendor
+from diffulex.quantization.weights import QuantizedWeight, Shape
+from fixtures.nibbles import Parts, inside, is_untouched
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("has_order", [False, True])
+@pytest.mark.parametrize("has_zeros", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_products_of_many_rows_are_those_of_few(
+    dtype: torch.dtype, has_zeros: bool, has_order: bool
+) -> None:
+    """Weights as layers hold them, in both forms: of many rows by the library, whose parts of a sum may be
+    bfloat16; one that must not depend on the number of rows stays with our kernel."""
+    rows, depth, group = 96, 512, 64
+    parts = Parts(rows, depth, group, has_zeros)
+    shape = Shape(rows, group, has_zeros, has_zeros, has_order)
+    weight = QuantizedWeight([shape], depth, WeightScheme.INT4, "cuda", dtype)
+    generator = torch.Generator().manual_seed(depth)
+    order = torch.randperm(depth, generator=generator) if has_order else None
+    weight.write_codes(0, Codes(parts.codes, parts.scales, parts.zeros, order), slice(0, rows))
+    x = torch.randn(600, depth, generator=generator).bfloat16().cuda()
+    bias = torch.randn(rows, generator=generator).bfloat16().cuda()
+    chosen = x if order is None else x[:, order.cuda()]
+    want = chosen.double() @ parts.values.cuda().double().T + bias.double()
+    terms = chosen.double().abs() @ parts.values.cuda().double().abs().T
+    out = inside(600, rows, "cuda")
+    weight.product(x, out, bias)
+    is_tiled = weight.parts[0].codes.dim() == 4
+    assert is_tiled == (dtype == torch.bfloat16 and ops.has_hopper_kernels(x.device))
+    assert ((out.double() - want).abs() <= 2.0**-7 * want.abs() + 2.0**-12 * terms).all()
+    assert is_untouched(out)
+    few = weight.product(x[:4], None, bias)
+    assert (
+        (few.double() - want[:4]).abs() <= 2.0**-7 * want[:4].abs() + 2.0**-12 * terms[:4]
+    ).all()
+    gated = torch.empty(600, rows // 2, dtype=torch.bfloat16, device="cuda")
+    assert not weight.gated_product(x, ops.Activation.SILU, gated)
+    weight.is_batch_invariant = True
+    alone = weight.product(x[:4], None, bias)
+    assert torch.equal(weight.product(x, None, bias)[:4], alone)
+
+
+def test_who_multiplies() -> None:
+    cuda = torch.device("cuda")
+    assert vendor.own_nibble_rows(torch.device("cpu"), 1 << 20, has_tiles=False) is None
+    assert vendor.own_nibble_rows(cuda, 1 << 20, has_tiles=False) == 0
+    many = vendor.own_nibble_rows(cuda, 1 << 20, has_tiles=True)
+    larger = vendor.own_nibble_rows(cuda, 1 << 26, has_tiles=True)
+    assert many is not None
+    assert larger is not None
+    assert many < larger
+    x = torch.empty(many + 1, 8, dtype=torch.bfloat16)
+    assert vendor.takes_rows(WeightScheme.INT4, x, many)
+    assert not vendor.takes_rows(WeightScheme.INT4, x[:many], many)
+    assert not vendor.takes_rows(WeightScheme.INT4, x.half(), many)
