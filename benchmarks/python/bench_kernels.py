@@ -3,12 +3,16 @@
 
     python benchmarks/python/bench_kernels.py --json kernels.json --markdown kernels.md
     python benchmarks/python/bench_kernels.py --only sampler,small
+    python benchmarks/python/bench_kernels.py --only quant
+    python benchmarks/python/bench_kernels.py --only quant-experts,quant-int4
+    python benchmarks/python/bench_kernels.py --join a.json b.json --json quant.json --markdown quant.md
     python benchmarks/python/bench_kernels.py --check only
 
 Every element of every case is first compared with float64; what is wrong is not timed. Times are
 medians of CUDA graph replays over rotated buffers. Peers are used where they can be imported: the
 package `vllm.vllm_flash_attn` for FlashAttention-3, `flashinfer`, torch. Without a GPU tiny shapes run
-on the CPU, which shows that the program works and nothing else.
+on the CPU, which shows that the program works and nothing else. `--only quant` are all sections of that
+name; where one run may not be so long, `--join` makes one table of several.
 """
 
 from __future__ import annotations
@@ -28,12 +32,15 @@ from kernel_bench import (
     coded_attention,
     linear,
     moe,
+    nibbles,
     quant,
+    quant_experts,
+    quant_rows,
     sampler,
     small_ops,
 )
 from kernel_bench.ceilings import Ceilings, measure_ceilings
-from kernel_bench.report import Result, fingerprint, write_json
+from kernel_bench.report import Result, fingerprint, joined, read_json, write_json
 from kernel_bench.table import HEADER, absences, counts, document, row
 
 from diffulex import ops
@@ -46,16 +53,42 @@ SECTIONS = {
     "acceptance": acceptance.cases,
     "small": small_ops.cases,
     "linear": linear.cases,
-    "quant": quant.cases,
+    "quant-rows": quant_rows.cases,
+    "quant-experts": quant_experts.cases,
+    "quant-dense": quant.cases,
+    "quant-layers": quant.layer_cases,
+    "quant-int4": nibbles.cases,
     "coded": coded_attention.cases,
 }
+
+
+def section_names(text: str) -> list[str]:
+    """Those of the table; a name may stand for all that begin with it and a dash."""
+    names = []
+    for part in text.split(","):
+        found = [name for name in SECTIONS if name == part or name.startswith(f"{part}-")]
+        if not found:
+            raise argparse.ArgumentTypeError(
+                f"expected sections of {', '.join(SECTIONS)}, got {part}"
+            )
+        names += found
+    return names
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
     parser.add_argument("--json", type=Path, help="also write machine and results to this file")
     parser.add_argument("--markdown", type=Path, help="also write the whole report to this file")
-    parser.add_argument("--only", default=",".join(SECTIONS), help="sections, comma-separated")
+    parser.add_argument(
+        "--only", type=section_names, default=list(SECTIONS), help="sections, comma-separated"
+    )
+    parser.add_argument(
+        "--join",
+        type=Path,
+        nargs="+",
+        metavar="JSON",
+        help="run nothing: what these runs have written",
+    )
     parser.add_argument(
         "--check",
         choices=("first", "only"),
@@ -65,12 +98,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu"
     )
-    args = parser.parse_args(argv)
-    args.only = args.only.split(",")
-    unknown = [name for name in args.only if name not in SECTIONS]
-    if unknown:
-        parser.error(f"--only: expected sections of {', '.join(SECTIONS)}, got {unknown[0]}")
-    return args
+    return parser.parse_args(argv)
 
 
 def run_section(
@@ -102,8 +130,21 @@ def run_section(
     return results
 
 
+def join(args: argparse.Namespace) -> int:
+    """One report of several runs."""
+    facts, results = joined([read_json(path) for path in args.join])
+    if args.json is not None:
+        write_json(args.json, facts, results)
+    if args.markdown is not None:
+        args.markdown.write_text(document(facts, results), encoding="utf-8")
+    print(counts(results))
+    return 0 if not facts["errors"] and all(result.is_correct for result in results) else 1
+
+
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
+    if args.join is not None:
+        return join(args)
     torch.manual_seed(0)
     start = time.perf_counter()
     ceilings = measure_ceilings(args.device)
@@ -112,7 +153,9 @@ def main(argv: list[str] | None = None) -> int:
     results: list[Result] = []
     errors: list[str] = []
     facts["errors"] = errors
-    command = shlex.join(["python", "benchmarks/python/bench_kernels.py", *(argv or sys.argv[1:])])
+    facts["command"] = shlex.join(
+        ["python", "benchmarks/python/bench_kernels.py", *(argv or sys.argv[1:])]
+    )
     for name in args.only:
         with ops.settled_weights():  # as inside the engine: no case writes a weight
             results += run_section(name, args, ceilings, errors)
@@ -120,7 +163,7 @@ def main(argv: list[str] | None = None) -> int:
         if args.json is not None:
             write_json(args.json, facts, results)
         if args.markdown is not None:
-            args.markdown.write_text(document(command, facts, results), encoding="utf-8")
+            args.markdown.write_text(document(facts, results), encoding="utf-8")
     print(f"\n{counts(results)}; {time.perf_counter() - start:.0f} s")
     for error in errors:
         print(f"error: {error}", file=sys.stderr)

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -13,10 +13,17 @@ from kernel_bench.timing import elapsed_us, quantiles, time_calls
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-__all__ = ["NOMINAL_BANDWIDTH", "Ceilings", "measure_ceilings"]
+__all__ = ["NOMINAL_BANDWIDTH", "NOMINAL_PRODUCTS", "Ceilings", "bandwidth_us", "measure_ceilings"]
 
 #: Bytes per second of a copy on an H200 that the formulas of targets are counted with.
 NOMINAL_BANDWIDTH = 4.3e12
+#: The same for operations, by the type of the operands.
+NOMINAL_PRODUCTS = {"bfloat16": 790e12, "e4m3": 1580e12}
+
+
+def bandwidth_us(num_bytes: float, share: float) -> float:
+    """Microseconds of so many bytes at a share of the nominal bandwidth."""
+    return 1e6 * num_bytes / (share * NOMINAL_BANDWIDTH)
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +33,8 @@ class Ceilings:
     copy: float
     #: Kernel that only reads -> its rate, or why it does not run.
     reads: Mapping[str, float | str]
-    products: float
+    #: Type of the operands -> operations of a large product, or why there is none.
+    products: Mapping[str, float | str]
     l2_bytes: int
 
     @property
@@ -34,16 +42,30 @@ class Ceilings:
         """Of the fastest; a copy reads, too, so what only reads is not slower."""
         return max(self.copy, *(rate for rate in self.reads.values() if isinstance(rate, float)))
 
-    def floor_us(self, read_bytes: float, written_bytes: float, flops: float = 0.0) -> float:
+    def product(self, operands: str) -> float:
+        """Operations of a type of operands, of bfloat16 where the device has no product of them."""
+        rate = self.products[operands]
+        if not isinstance(rate, float):
+            rate = self.products["bfloat16"]
+        assert isinstance(rate, float)
+        return rate
+
+    def floor_us(
+        self,
+        read_bytes: float,
+        written_bytes: float,
+        flops: float = 0.0,
+        operands: str = "bfloat16",
+    ) -> float:
         """Microseconds that one call needs at least.
 
         A written byte goes with a read one at the speed of a copy, further reads at that of a
-        read; a product needs its operations at the rate of a large square one.
+        read; a product needs its operations at the rate of a large square one of its operands.
         """
         paired = 2 * min(read_bytes, written_bytes)
         rest = abs(read_bytes - written_bytes)
         alone = self.read if read_bytes > written_bytes else self.copy
-        return max(paired / self.copy + rest / alone, flops / self.products) * 1e6
+        return max(paired / self.copy + rest / alone, flops / self.product(operands)) * 1e6
 
     def cache(self, rotated_bytes: float) -> str:
         """cold, partly or warm: whether buffers of that many bytes in turn stay in L2."""
@@ -53,10 +75,10 @@ class Ceilings:
 
 
 def measure_ceilings(device: str) -> Ceilings:
-    """Runs a large copy, several large reads and a large product."""
+    """Runs a large copy, several large reads and large products."""
     l2_bytes = torch.cuda.get_device_properties(0).L2_cache_size if device == "cuda" else 0
     return Ceilings(
-        _copy_bandwidth(device), _read_bandwidths(device), _product_rate(device), l2_bytes
+        _copy_bandwidth(device), _read_bandwidths(device), _product_rates(device), l2_bytes
     )  # fmt: skip
 
 
@@ -109,10 +131,37 @@ def _read_bandwidths(device: str) -> dict[str, float | str]:
     return found | {name: matrix.nbytes / _median_s(call, 4) for name, call in calls.items()}
 
 
-def _product_rate(device: str) -> float:
-    """FLOP per second of a square product of random bfloat16 numbers."""
+def _product_rates(device: str) -> dict[str, float | str]:
+    """Operations per second of square products of random numbers: torch's, of 8 bits with one scale each."""
     size = 8192 if device == "cuda" else 128
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     left, right = (torch.randn(size, size, dtype=dtype, device=device) for _ in range(2))
     out = torch.empty_like(left)
-    return 2.0 * size**3 / _median_s(lambda: torch.mm(left, right, out=out), 10)
+    sums = torch.empty(size, size, dtype=torch.int32, device=device)
+    one = torch.ones((), device=device)
+    scaled_mm: Any = torch._scaled_mm
+
+    def coded(dtype: torch.dtype, factor: float) -> list[torch.Tensor]:
+        return [(factor * values).to(dtype) for values in (left, right)]
+
+    def of_floats() -> Callable[[], object]:
+        return lambda: torch.mm(left, right, out=out)
+
+    def of_e4m3() -> Callable[[], object]:
+        codes = coded(torch.float8_e4m3fn, 1.0)
+        return lambda: scaled_mm(
+            codes[0], codes[1].t(), scale_a=one, scale_b=one, out_dtype=dtype, out=out,
+            use_fast_accum=True,
+        )  # fmt: skip
+
+    def of_int8() -> Callable[[], object]:
+        codes = coded(torch.int8, 30.0)
+        return lambda: torch._int_mm(codes[0], codes[1].t(), out=sums)
+
+    def rate(make: Callable[[], Callable[[], object]]) -> float | str:
+        try:
+            return 2.0 * size**3 / _median_s(make(), 10)
+        except Exception as error:  # a device without such products
+            return f"{type(error).__name__}: {error}"[:120]
+
+    return {"bfloat16": rate(of_floats), "e4m3": rate(of_e4m3), "int8": rate(of_int8)}

@@ -9,7 +9,7 @@ import torch
 
 from diffulex import ops
 from kernel_bench.attention import BLOCK, Buffers, Problem, Shape
-from kernel_bench.report import Case
+from kernel_bench.report import Case, Limit
 from kernel_bench.timing import num_rotations
 
 if TYPE_CHECKING:
@@ -109,8 +109,7 @@ def _case(shape: Shape, share: float | None, device: str) -> Case:
         "coded", "block_attention, codes", shape.text,
         [lambda part=part: problem.call(part) for part in sets], lambda: problem.check(sets[0]),
         read, shape.written_bytes, shape.flops, len(sets) * (read + shape.written_bytes),
-        peers=peers, judges=(PEER,) if share is not None else (), share=share or 1.0,
-        note="" if share is None else f"target {share:.2f} of {PEER}",
+        peers=peers, judges={} if share is None else {PEER: Limit(share)},
     )  # fmt: skip
 
 

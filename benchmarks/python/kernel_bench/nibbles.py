@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Products with weights of 4 bits in tiles, beside those of bfloat16 and the portable ones by row."""
+"""Products with weights of 4 bits as the layers run them, beside those of bfloat16 and the portable ones by row."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ import torch
 from torch.nn import functional
 
 from diffulex import ops
-from kernel_bench.agreement import BFLOAT16, Agreement
+from diffulex.quantization.weights import QuantizedWeight, Shape
+from kernel_bench.agreement import BFLOAT16, Agreement, Tolerance
+from kernel_bench.ceilings import bandwidth_us
+from kernel_bench.codes import nibble_values
 from kernel_bench.linear import CHECKED_COLUMNS, MODELS, Product
 from kernel_bench.report import Case
 from kernel_bench.timing import num_rotations
@@ -20,80 +23,119 @@ if TYPE_CHECKING:
 PEER = "bfloat16"
 #: The same weights as they are on devices without tiles.
 BY_ROW = "portable"
-ROWS = (1, 8, 32, 64, 128)
+ROWS = (1, 8, 32, 64, 128, 256, 512, 2048)
+#: Rows up to which the portable products are timed.
+PORTABLE_ROWS = 128
 GROUP = 128
 #: Microseconds for 32 rows of SDAR-8B.
 GOALS = {"qkv": 5.9, "o": 4.9, "gate and up, silu": 15.6, "down": 9.0}
+#: Of the bandwidth, what the portable products reach for as many rows of the same.
+PORTABLE_SHARE = 0.75
+#: A result that is rounded before the activation, too.
+TOLERANCE = Tolerance(2.0**-6, 0.02)
 
 
-def _case(model: str, product: Product, rows: int, device: str) -> Case:
-    dtype = torch.float32 if device == "cpu" else torch.bfloat16
-    columns, depth = product.columns, product.depth
-    num_results = columns // 2 if product.is_gated else columns
-    act = ops.Activation.SILU if product.is_gated else None
-    plain = [
-        torch.empty(columns, depth, dtype=dtype, device=device).normal_(0.0, depth**-0.5)
-        for _ in range(num_rotations(columns * depth / 2))
-    ]
-    by_row = [ops.quantize_weight(w, ops.WeightScheme.INT4, group=GROUP) for w in plain]
-    has_tiles = device != "cpu" and ops.has_hopper_kernels(torch.device(device))
-    weights = by_row
-    if has_tiles:
-        weights = [(ops.to_nibble_tiles(codes.clone()), scale) for codes, scale in by_row]
-    x = torch.randn(rows, depth, dtype=dtype, device=device)
-    both = torch.empty(rows, columns, dtype=dtype, device=device)
-    out = torch.empty(rows, num_results, dtype=dtype, device=device)
-    is_few = has_tiles and ops.is_few_rows(rows, columns, depth)
+class _Weights:
+    """Matrices in turn, in the form of the layers on their device or by row."""
 
-    def call(weight: tuple[torch.Tensor, torch.Tensor]) -> None:
-        if act is not None and weight[0].dim() == 2 and device != "cpu":
-            ops.linear_w4a16(x, *weight, group=GROUP, out=both)
-            ops.act_and_mul(both, out=out)
-        else:
-            ops.linear_w4a16(x, *weight, group=GROUP, act=act, out=out)
+    def __init__(self, plain: list[torch.Tensor], *, is_by_row: bool) -> None:
+        columns, depth = plain[0].shape
+        # Without a dtype of its rows a weight has no tiles.
+        dtype = None if is_by_row else plain[0].dtype
+        self.sets = []
+        for values in plain:
+            weight = QuantizedWeight(
+                [Shape(columns, GROUP)], depth, ops.WeightScheme.INT4, values.device, dtype
+            )
+            weight.write(0, values)
+            weight.packed()
+            self.sets.append(weight)
 
-    def peer(weight: torch.Tensor) -> None:
-        if is_few:
-            ops.linear_few_rows(x, weight, act=act, out=out)
-        elif product.is_gated:
-            torch.mm(x, weight.t(), out=both)
-            ops.act_and_mul(both, out=out)
-        else:
-            torch.mm(x, weight.t(), out=out)
+    @property
+    def nbytes(self) -> float:
+        """Of one."""
+        return float(self.sets[0].nbytes)
 
-    def values(part: slice) -> torch.Tensor:
-        codes, scale = by_row[0][0][part], by_row[0][1][:, part]
-        nibbles = torch.stack([codes & 15, codes >> 4], -1).flatten(1).float() - ops.INT4_ZERO
-        return (nibbles * scale.float().T.repeat_interleave(GROUP, 1)).bfloat16().double()
+    def values(self, part: slice) -> torch.Tensor:
+        held = self.sets[0].parts[0]
+        return nibble_values(held.row_major()[part], held.scale[:, part])
 
-    def check() -> Agreement:
-        out.fill_(torch.nan)
-        call(weights[0])
-        agreement = Agreement(out.numel(), BFLOAT16)
-        exact_x = x.double()
+
+class _Problem:
+    """What the calls of one row share."""
+
+    def __init__(self, product: Product, rows: int, device: str) -> None:
+        self.product = product
+        dtype = torch.float32 if device == "cpu" else torch.bfloat16
+        columns, depth = product.columns, product.depth
+        self.plain = [
+            torch.empty(columns, depth, dtype=dtype, device=device).normal_(0.0, depth**-0.5)
+            for _ in range(num_rotations(columns * depth / 2))
+        ]
+        self.x = torch.randn(rows, depth, dtype=dtype, device=device)
+        self.both = torch.empty(rows, columns, dtype=dtype, device=device)
+        self.out = torch.empty(rows, columns // 2, dtype=dtype, device=device)
+        if not product.is_gated:
+            self.out = self.both
+        self.is_few = device != "cpu" and ops.has_hopper_kernels(torch.device(device))
+        self.is_few &= ops.is_few_rows(rows, columns, depth)
+
+    def call(self, weight: QuantizedWeight) -> None:
+        """As the layers do."""
+        act = ops.Activation.SILU
+        if self.product.is_gated and weight.gated_product(self.x, act, self.out):
+            return
+        weight.product(self.x, self.both, None)
+        if self.product.is_gated:
+            ops.act_and_mul(self.both, out=self.out)
+
+    def peer(self, weight: torch.Tensor) -> None:
+        if self.is_few:
+            act = ops.Activation.SILU if self.product.is_gated else None
+            ops.linear_few_rows(self.x, weight, act=act, out=self.out)
+            return
+        torch.mm(self.x, weight.t(), out=self.both)
+        if self.product.is_gated:
+            ops.act_and_mul(self.both, out=self.out)
+
+    def check(self, weights: _Weights, tolerance: Tolerance) -> Agreement:
+        self.out.fill_(torch.nan)
+        self.call(weights.sets[0])
+        agreement = Agreement(self.out.numel(), tolerance)
+        exact_x, num_results = self.x.double(), self.out.size(1)
         for start in range(0, num_results, CHECKED_COLUMNS):
             stop = min(num_results, start + CHECKED_COLUMNS)
-            exact = exact_x @ values(slice(start, stop)).t()
-            if product.is_gated:
-                up = exact_x @ values(slice(num_results + start, num_results + stop)).t()
-                exact = functional.silu(exact) * up
-            agreement.add(out[:, start:stop], exact)
+            exact = exact_x @ weights.values(slice(start, stop)).t()
+            if self.product.is_gated:
+                part = slice(num_results + start, num_results + stop)
+                exact = functional.silu(exact) * (exact_x @ weights.values(part).t())
+            agreement.add(self.out[:, start:stop], exact)
         return agreement
 
-    peers = {PEER: [lambda w=w: peer(w) for w in plain]}
-    if has_tiles:
-        peers[BY_ROW] = [lambda w=w: call(w) for w in by_row]
-    num_bytes = float(weights[0][0].nbytes + weights[0][1].nbytes)
+
+def _case(model: str, product: Product, rows: int, device: str, *, is_by_row: bool = False) -> Case:
+    problem = _Problem(product, rows, device)
+    weights = _Weights(problem.plain, is_by_row=is_by_row)
+    peers = {PEER: [lambda w=w: problem.peer(w) for w in problem.plain]}
+    if device != "cpu" and not is_by_row and rows <= PORTABLE_ROWS:
+        by_row = _Weights(problem.plain, is_by_row=True)
+        peers[BY_ROW] = [lambda w=w: problem.call(w) for w in by_row.sets]
+    is_judged = (model, rows) == ("SDAR-8B", 32)
+    x, out = problem.x, problem.out
+    tolerance = BFLOAT16 if rows <= PORTABLE_ROWS and not is_by_row else TOLERANCE
+    name = "int4 product" if rows > PORTABLE_ROWS else "linear_w4a16"
     return Case(
-        "quant", "linear_w4a16", f"{model} {product.name}, {rows} rows",
-        [lambda w=w: call(w) for w in weights], check, num_bytes + x.nbytes, float(out.nbytes),
-        2.0 * rows * columns * depth, float(len(weights) * num_bytes + x.nbytes + out.nbytes),
-        peers=peers, judges=(),
-        goal_us=GOALS.get(product.name) if (model, rows) == ("SDAR-8B", 32) else None,
+        "quant", f"{name} by row" if is_by_row else name, f"{model} {product.name}, {rows} rows",
+        [lambda w=w: problem.call(w) for w in weights.sets],
+        lambda: problem.check(weights, tolerance), weights.nbytes + x.nbytes, float(out.nbytes),
+        2.0 * rows * product.columns * product.depth,
+        rotated_bytes=len(weights.sets) * weights.nbytes + x.nbytes + out.nbytes, peers=peers,
+        formula_us=bandwidth_us(weights.nbytes, PORTABLE_SHARE) if is_by_row and is_judged else None,
+        goal_us=GOALS.get(product.name) if is_judged and not is_by_row else None,
     )  # fmt: skip
 
 
-def nibble_cases(device: str, is_small: bool) -> Iterator[Case]:
+def cases(device: str, is_small: bool) -> Iterator[Case]:
     """The products of two models but those of heads, which do not bear 4 bits."""
     if is_small:
         yield _case("tiny", Product("gate and up, silu", 96, 128, is_gated=True), 3, device)
@@ -105,3 +147,5 @@ def nibble_cases(device: str, is_small: bool) -> Iterator[Case]:
                 continue
             for rows in ROWS:
                 yield _case(model, product, rows, device)
+            if model == "SDAR-8B":
+                yield _case(model, product, 32, device, is_by_row=True)

@@ -8,7 +8,6 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.nn import functional
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -135,11 +134,13 @@ def vllm_fused_experts() -> tuple[Callable[..., Any] | None, str]:
     return _attribute("vllm.model_executor.layers.fused_moe.fused_moe", "fused_experts")
 
 
-def torch_grouped_experts() -> tuple[Callable[..., Any] | None, str]:
+def torch_grouped_experts(
+    activated: Callable[[torch.Tensor], torch.Tensor],
+) -> tuple[Callable[..., Any] | None, str]:
     """A mixture of experts of torch's grouped products as f(x, w13, w2, weights, ids) -> [T, H].
 
-    Slots are sorted by expert, gathered, sent through two grouped products with SiLU between, and
-    summed with their weights.
+    Slots are sorted by expert, gathered, sent through two grouped products with an activation of gate
+    and up between, and summed with their weights.
     """
     if not torch.cuda.is_available():
         return None, "needs CUDA"
@@ -159,8 +160,7 @@ def torch_grouped_experts() -> tuple[Callable[..., Any] | None, str]:
         numbers = torch.arange(len(w13), dtype=ids.dtype, device=ids.device)
         ends = torch.searchsorted(sorted_ids, numbers, right=True, out_int32=True)
         both = grouped(x[order // top_k], w13.transpose(1, 2), offs=ends)
-        gate, up = both.chunk(2, -1)
-        products = grouped(functional.silu(gate) * up, w2.transpose(1, 2), offs=ends)
+        products = grouped(activated(both), w2.transpose(1, 2), offs=ends)
         places = torch.empty_like(order).scatter_(
             0, order, torch.arange(len(order), device=order.device)
         )

@@ -8,8 +8,9 @@ import json
 import math
 import platform
 import subprocess
-from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -17,17 +18,37 @@ from kernel_bench.timing import Clocks, Timing, time_alone, time_and_watch, time
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
-    from pathlib import Path
+
+    from typing_extensions import Self
 
     from kernel_bench.agreement import Agreement
     from kernel_bench.ceilings import Ceilings
 
-__all__ = ["TARGET_GPU", "TARGET_KINDS", "Case", "Result", "fingerprint", "verdict", "write_json"]
+__all__ = [
+    "TARGET_GPU",
+    "TARGET_KINDS",
+    "Case",
+    "Limit",
+    "Result",
+    "commit",
+    "fingerprint",
+    "joined",
+    "read_json",
+    "verdict",
+    "write_json",
+]
 
 #: GPU whose times the formulas and goals are; elsewhere only peers of the same run are targets.
 TARGET_GPU = "H200"
-#: Best of the peers named by the case, formula of bytes and operations, figure that was set.
+#: Least of the limits by peers that the case names, formula of bytes and operations, figure that was set.
 TARGET_KINDS = ("peer", "formula", "goal")
+
+
+class Limit(NamedTuple):
+    """What an op may take by the time of a peer."""
+
+    share: float = 1.0
+    plus_us: float = 0.0
 
 
 @dataclass(slots=True)
@@ -46,14 +67,14 @@ class Case:
     flops: float = 0.0
     #: Distinct bytes of all buffer sets.
     rotated_bytes: float = 0.0
+    #: Type of the operands that the operations are counted of; see `Ceilings.products`.
+    operands: str = "bfloat16"
     #: Peer name -> calls over the same buffers.
     peers: Mapping[str, Sequence[Callable[[], object]]] = field(default_factory=dict)
     #: Peer name -> why it is not timed.
     absent: Mapping[str, str] = field(default_factory=dict)
-    #: Peers of which the fastest is a target.
-    judges: Sequence[str] = ()
-    #: Of the fastest judge's time, what the op may take.
-    share: float = 1.0
+    #: Peer name -> what its time allows; the least of those is a target.
+    judges: Mapping[str, Limit] = field(default_factory=dict)
     #: Targets in microseconds on TARGET_GPU; None = no such target.
     formula_us: float | None = None
     goal_us: float | None = None
@@ -65,9 +86,9 @@ class Case:
         result = Result(
             self.section, self.op, self.shape, agreement.error, agreement.worst,
             agreement.compared, agreement.is_right,
-            ceilings.floor_us(self.read_bytes, self.written_bytes, self.flops),
+            ceilings.floor_us(self.read_bytes, self.written_bytes, self.flops, self.operands),
             self.read_bytes, self.written_bytes, self.flops, ceilings.cache(self.rotated_bytes),
-            note=self.note, absent=dict(self.absent),
+            note="; ".join(filter(None, (self.note, self._limits()))), absent=dict(self.absent),
         )  # fmt: skip
         if not result.is_correct or not is_timed:
             return result
@@ -79,10 +100,23 @@ class Case:
             self._set_targets(result, torch.cuda.get_device_name())
         return result
 
+    def _limits(self) -> str:
+        """What of the peers' times is asked, where that is not the time itself."""
+        texts = [
+            f"{limit.share:g} of {name}" + (f" + {limit.plus_us:g} us" if limit.plus_us else "")
+            for name, limit in self.judges.items()
+            if limit != Limit()
+        ]
+        return "target " + ", ".join(texts) if texts else ""
+
     def _set_targets(self, result: Result, gpu: str) -> None:
-        times = [result.peers[name].median for name in self.judges if name in result.peers]
-        if times:
-            result.targets["peer"] = self.share * min(times)
+        limits = [
+            limit.share * result.peers[name].median + limit.plus_us
+            for name, limit in self.judges.items()
+            if name in result.peers
+        ]
+        if limits:
+            result.targets["peer"] = min(limits)
         if TARGET_GPU not in gpu:
             return
         if self.formula_us is not None:
@@ -153,6 +187,19 @@ class Result:
             data["fraction_of_floor"] = self.floor_us / self.time.median
         return data
 
+    @classmethod
+    def of_record(cls, data: Mapping[str, Any]) -> Self:
+        """What `record` was made of."""
+        known = {each.name: data[each.name] for each in fields(cls)}
+        for name in ("error", "worst"):
+            known[name] = math.inf if known[name] is None else known[name]
+        for name in ("time", "alone"):
+            known[name] = known[name] and Timing(**known[name])
+        for name in ("peers", "peers_alone"):
+            known[name] = {peer: Timing(**timing) for peer, timing in known[name].items()}
+        known["clocks"] = known["clocks"] and Clocks(**known["clocks"])
+        return cls(**known)
+
 
 def verdict(time_us: float, target_us: float) -> str:
     """pass or FAIL."""
@@ -167,11 +214,8 @@ def fingerprint(ceilings: Ceilings) -> dict[str, Any]:
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
         "copy_gb_per_s": round(ceilings.copy / 1e9, 1),
-        "read_gb_per_s": {
-            name: round(rate / 1e9, 1) if isinstance(rate, float) else rate
-            for name, rate in ceilings.reads.items()
-        },
-        "product_tflop_per_s": round(ceilings.products / 1e12, 1),
+        "read_gb_per_s": _rounded(ceilings.reads, 1e9),
+        "product_tflop_per_s": _rounded(ceilings.products, 1e12),
         "l2_bytes": ceilings.l2_bytes,
     }
     if torch.cuda.is_available():
@@ -179,8 +223,20 @@ def fingerprint(ceilings: Ceilings) -> dict[str, Any]:
         facts["driver"] = _output(
             ["nvidia-smi", "--id=0", "--query-gpu=driver_version", "--format=csv,noheader"]
         )
-    facts["commit"] = _output(["git", "rev-parse", "--short", "HEAD"])
+    facts["commit"] = commit()
     return facts
+
+
+def commit() -> str:
+    """Of the tree that this file is in."""
+    return _output(["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"])
+
+
+def _rounded(rates: Mapping[str, float | str], unit: float) -> dict[str, float | str]:
+    return {
+        name: round(rate / unit, 1) if isinstance(rate, float) else rate
+        for name, rate in rates.items()
+    }
 
 
 def _output(command: list[str]) -> str:
@@ -195,3 +251,19 @@ def write_json(path: Path, facts: Mapping[str, Any], results: Sequence[Result]) 
     """One file: the machine and one entry per case."""
     data = {"machine": dict(facts), "results": [result.record() for result in results]}
     path.write_text(json.dumps(data, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """What `write_json` has written."""
+    return dict(json.loads(path.read_text(encoding="utf-8")))
+
+
+def joined(parts: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], list[Result]]:
+    """Facts and results of several files, in their order; facts that differ are lists of all."""
+    facts: dict[str, Any] = {}
+    for name in dict.fromkeys(name for part in parts for name in part["machine"]):
+        values = [part["machine"].get(name) for part in parts]
+        facts[name] = values[0] if all(value == values[0] for value in values) else values
+    facts["errors"] = [error for part in parts for error in part["machine"]["errors"]]
+    results = [Result.of_record(record) for part in parts for record in part["results"]]
+    return facts, results

@@ -9,15 +9,18 @@ import torch
 from torch.nn import functional
 
 from diffulex import ops
+from diffulex.nn.experts import RoutedExperts
 from kernel_bench.agreement import FLOAT32, Agreement, Tolerance
 from kernel_bench.ceilings import NOMINAL_BANDWIDTH
-from kernel_bench.report import Case
+from kernel_bench.report import Case, Limit
 from kernel_bench.timing import num_rotations
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 EPS = 1e-6
+#: Microseconds of the layers' router logits, by the number of rows.
+ROUTER_GOALS = {8192: 25.0}
 
 
 def _normal(*sizes: int, device: str) -> torch.Tensor:
@@ -160,17 +163,28 @@ def _routing_cases(rows: int, experts: int, top_k: int, device: str) -> Iterator
     )  # fmt: skip
 
 
-def _router_case(rows: int, experts: int, hidden: int, device: str) -> Case:
+def _router_case(
+    rows: int, experts: int, hidden: int, device: str, *, is_layer: bool = False
+) -> Case:
+    """The op alone, or what the layers run in its place."""
     read, written = 2.0 * (rows + experts) * hidden, 4.0 * rows * experts
     sets = [
         (_normal(rows, hidden, device=device), _normal(experts, hidden, device=device))
         for _ in range(num_rotations(read + written))
     ]
     out = torch.empty(rows, experts, device=device)
+    layer = RoutedExperts()
+
+    def call(x: torch.Tensor, w: torch.Tensor) -> None:
+        if is_layer:
+            layer.router_logits(x, w, out)
+        else:
+            ops.router_gemm(x, w, out=out)
 
     def check() -> Agreement:
         x, w = sets[0]
-        ops.router_gemm(x, w, out=out.fill_(float("nan")))
+        out.fill_(float("nan"))
+        call(x, w)
         agreement = Agreement(out.numel(), FLOAT32)
         agreement.add(out, x.double() @ w.double().T)
         return agreement
@@ -181,10 +195,11 @@ def _router_case(rows: int, experts: int, hidden: int, device: str) -> Case:
             lambda x=x, w=w: torch.mm(x, w.T, out_dtype=torch.float32) for x, w in sets
         ]
     return Case(
-        "small", "router_gemm", f"{rows} x {experts} x {hidden}",
-        [lambda x=x, w=w: ops.router_gemm(x, w, out=out) for x, w in sets], check, read,
-        written, 2.0 * rows * experts * hidden, len(sets) * read + written, peers=peers,
-        judges=("torch.mm",),
+        "small", "router logits of a layer" if is_layer else "router_gemm",
+        f"{rows} x {experts} x {hidden}", [lambda x=x, w=w: call(x, w) for x, w in sets], check,
+        read, written, 2.0 * rows * experts * hidden, rotated_bytes=len(sets) * read + written,
+        peers=peers, judges={} if is_layer else {"torch.mm": Limit()},
+        goal_us=ROUTER_GOALS.get(rows) if is_layer else None,
     )  # fmt: skip
 
 
@@ -223,7 +238,9 @@ def cases(device: str, is_small: bool) -> Iterator[Case]:
         yield _activation_case(rows, inner, device)
         yield _store_case(rows, device, *((2, 64) if is_small else ()))
     for rows in row_counts if is_small else (32, 256, 8192):
-        yield _router_case(rows, *((8, 64) if is_small else (256, 2048)), device)
+        sizes = (8, 64) if is_small else (256, 2048)
+        yield _router_case(rows, *sizes, device)
+        yield _router_case(rows, *sizes, device, is_layer=True)
     yield from _routing_cases(
         3 if is_small else 32, 8 if is_small else 256, 2 if is_small else 8, device
     )

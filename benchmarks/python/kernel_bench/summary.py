@@ -124,7 +124,7 @@ def _others(rows: list[Row]) -> list[str]:
 _PARTS: tuple[tuple[str, Callable[[list[Row]], list[str]]], ...] = (
     (r"(attention|prefill) ", _attention),
     (r"moe ", _experts),
-    (r"(sampler|small|linear) ", _others),
+    (r"(sampler|small|linear|quant|coded) ", _others),
 )
 
 

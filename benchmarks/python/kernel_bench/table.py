@@ -28,9 +28,9 @@ buffers, where a call may overlap the end of the one in front, as in a decode st
 overlap nothing (an ordinary kernel stands between them, and its time is subtracted), for peers in brackets.
 The floor reads and writes each byte once at the ceilings measured in this run: written bytes and as many read
 ones at the speed of a copy, further reads at that of the fastest of several kernels that only read, operations at
-the rate of a square product of 8,192. `cache`: cold where the buffers in turn cover three times the L2, warm
+the rate of a square product of 8,192 of operands of their type. `cache`: cold where the buffers in turn cover three times the L2, warm
 where all of them fit into it, partly between. `MHz` and `W` are the clock of the processors and the driver's mean
-power while the op ran. A target of a peer is its median in this run (FA3 with its scheduler's metadata computed
+power while the op ran. A target of a peer is its median in this run, or what the row says of it (FA3 with its scheduler's metadata computed
 once outside the graph, as an engine does once a step for all layers; torch for dense products). A formula is a
 launch and a share of the bandwidth or of the tensor cores' rate on an {TARGET_GPU}; a goal is a figure that was set; both
 are judged on an {TARGET_GPU} only. Every element of every row is compared with float64: `error` is the norm of the
@@ -102,13 +102,16 @@ def counts(results: Sequence[Result]) -> str:
     return f"{len(results)} rows; {'; '.join(parts)}; {wrong} wrong; {below} below the floor"
 
 
-def document(command: str, facts: Mapping[str, Any], results: Sequence[Result]) -> str:
+def document(facts: Mapping[str, Any], results: Sequence[Result]) -> str:
     """The whole report in Markdown."""
-    gpu = facts.get("gpu", "CPU")
+    gpu, commands = facts.get("gpu", "CPU"), facts["command"]
+    if isinstance(commands, str):
+        commands = [commands]
+    others = {name: value for name, value in facts.items() if name != "command"}
     lines = [
-        f"# Kernels on one {gpu}", "", f"    {command}", "", LEGEND, "",
+        f"# Kernels on one {gpu}", "", *(f"    {command}" for command in commands), "", LEGEND, "",
         "Reasons for misses: [README](README.md). Peers that were not timed are named behind each table.", "",
-        *(f"    {name}: {value}" for name, value in facts.items()), "", counts(results) + ".",
+        *(f"    {name}: {value}" for name, value in others.items()), "", counts(results) + ".",
     ]  # fmt: skip
     for section, group in groupby(results, key=lambda result: result.section):
         part = list(group)

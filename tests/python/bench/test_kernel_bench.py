@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from diffulex import ops
+from diffulex.quantization.weights import QuantizedExperts, QuantizedWeight, Shape
 
 SCRIPTS = Path(__file__).resolve().parents[3] / "benchmarks" / "python"
 
@@ -23,16 +24,17 @@ def bench(monkeypatch):
     """The modules of the benchmark by name."""
     monkeypatch.syspath_prepend(str(SCRIPTS))
     names = (
-        "agreement", "attention", "ceilings", "linear", "moe", "peers", "report", "sampler", "small_ops",
-        "summary", "table", "timing",
+        "agreement", "attention", "ceilings", "linear", "moe", "nibbles", "peers", "quant", "quant_experts",
+        "quant_peers", "report", "sampler", "small_ops", "summary", "table", "timing",
     )  # fmt: skip
     return SimpleNamespace(**{name: import_module(f"kernel_bench.{name}") for name in names})
 
 
 @pytest.fixture
 def ceilings(bench):
-    """Round figures: a copy of 4, a read of 5 TB/s, 800 TFLOP/s, 50 MB of L2."""
-    return bench.ceilings.Ceilings(4e12, {"a": 3e12, "b": 5e12, "c": "no"}, 8e14, 50_000_000)
+    """Round figures: a copy of 4, a read of 5 TB/s, 800 TFLOP/s, twice that of e4m3, 50 MB of L2."""
+    products = {"bfloat16": 8e14, "e4m3": 16e14, "int8": "no"}
+    return bench.ceilings.Ceilings(4e12, {"a": 3e12, "b": 5e12, "c": "no"}, products, 50_000_000)
 
 
 def compared(bench, out, reference, tolerance=None):
@@ -158,8 +160,10 @@ def test_floors_use_what_was_measured(bench, ceilings):
     assert ceilings.floor_us(0, 4e9) == pytest.approx(1000)
     assert ceilings.floor_us(6e9, 1e9) == pytest.approx(500 + 1000)
     assert ceilings.floor_us(1.0, 0, 8e11) == pytest.approx(1000)
+    assert ceilings.floor_us(1.0, 0, 8e11, "e4m3") == pytest.approx(500)
+    assert ceilings.floor_us(1.0, 0, 8e11, "int8") == pytest.approx(1000)
     # A copy reads: no read ceiling is below it.
-    assert bench.ceilings.Ceilings(4e12, {"a": 3e12, "b": "no"}, 1e12, 0).read == 4e12
+    assert bench.ceilings.Ceilings(4e12, {"a": 3e12, "b": "no"}, {}, 0).read == 4e12
 
 
 def test_buffers_that_stay_in_the_cache_are_named(ceilings):
@@ -398,7 +402,7 @@ def test_fa3_gets_its_metadata_once(bench, ceilings, fake_fa3):
     shape = bench.attention.Shape(2, 64, 32, 4, 2, 64, page=16)
     case = bench.attention._case("attention", shape, "cpu")
     assert set(case.peers) == {"FA3", "FA3 without metadata"}
-    assert case.judges == ("FA3",)
+    assert case.judges == {"FA3": bench.report.Limit()}
     result = case.run(True, ceilings)
     assert result.is_correct
     assert set(result.peers) == set(case.peers)
@@ -442,8 +446,9 @@ def test_rows_below_their_floor_say_so(bench):
 )
 def test_formulas_are_judged_on_their_gpu(bench, gpu, targets):
     case = bench.report.Case(
-        "attention", "op", "shape", [], list, 1.0, judges=("FA3",), formula_us=8.0, goal_us=7.0
-    )
+        "attention", "op", "shape", [], list, 1.0, judges={"FA3": bench.report.Limit()},
+        formula_us=8.0, goal_us=7.0,
+    )  # fmt: skip
     timing = bench.timing.Timing
     peers = {"FA3": timing(9.9, 9.8, 10.0), "FA3 without metadata": timing(9.0, 9.0, 9.0)}
     result = result_of(bench, peers=peers)
@@ -458,8 +463,8 @@ def test_report_and_summary_say_the_same(bench, ceilings, tmp_path):
         result_of(bench, section="sampler", op="token_stats greedy", is_correct=False, time=None,
                   error=float("nan"), worst=float("inf")),
     ]  # fmt: skip
-    facts = bench.report.fingerprint(ceilings)
-    text = bench.table.document("python bench.py", facts, results)
+    facts = {**bench.report.fingerprint(ceilings), "errors": [], "command": "python bench.py"}
+    text = bench.table.document(facts, results)
     assert [line for line in text.splitlines() if line.startswith("## ")] == [
         "## attention", "## moe", "## sampler",
     ]  # fmt: skip
@@ -479,3 +484,168 @@ def test_report_and_summary_say_the_same(bench, ceilings, tmp_path):
     assert "| 1 x 1 | 10.0 | 9.9 | 12.5 | 9.9 |" in tables
     assert "| 1 x 1 | zipf | 10.0 | 4.0 |  |  | 11.0 | goal pass |" in tables
     assert "token_stats" not in tables
+
+
+def test_parts_of_a_table_are_joined(bench, ceilings, tmp_path):
+    """Every row comes back as it was written; facts that differ are all kept."""
+    program = import_module("bench_kernels")
+    wrong = {"is_correct": False, "time": None, "alone": None, "clocks": None}
+    parts = [
+        [result_of(bench, targets={"peer": 9.9}, absent={"FlashInfer": "no"})],
+        [result_of(bench, shape="2 x 1", error=float("nan"), worst=float("inf"), **wrong)],
+    ]
+    paths = [tmp_path / name for name in ("a.json", "b.json")]
+    for path, results in zip(paths, parts):
+        facts = {**bench.report.fingerprint(ceilings), "errors": [path.name], "command": path.stem}
+        bench.report.write_json(path, facts, results)
+    report, both = tmp_path / "both.md", tmp_path / "both.json"
+    arguments = ["--join", *paths, "--json", both, "--markdown", report]
+    assert program.main(list(map(str, arguments))) == 1
+    content = json.loads(both.read_text())
+    assert content["results"] == [json.loads(path.read_text())["results"][0] for path in paths]
+    assert content["machine"]["errors"] == ["a.json", "b.json"]
+    assert content["machine"]["command"] == ["a", "b"]
+    text = report.read_text()
+    assert "\n    a\n    b\n" in text
+    assert bench.table.row(parts[0][0]) in text
+    assert "WRONG" in text
+
+
+def test_sections_of_one_name_are_run_together(bench, capsys):
+    program = import_module("bench_kernels")
+    assert program.parse(["--only", "quant,moe"]).only == [
+        "quant-rows", "quant-experts", "quant-dense", "quant-layers", "quant-int4", "moe",
+    ]  # fmt: skip
+    assert program.parse(["--only", "quant-int4"]).only == ["quant-int4"]
+    assert program.parse([]).only == list(program.SECTIONS)
+    with pytest.raises(SystemExit):
+        program.parse(["--only", "qua"])
+    assert "got qua" in capsys.readouterr().err
+
+
+def test_a_limit_is_of_a_peer_and_beyond_it(bench):
+    limit, timing = bench.report.Limit, bench.timing.Timing
+    case = bench.report.Case(
+        "quant", "op", "shape", [], lambda: bench.agreement.Agreement(0), 1.0,
+        judges={"a": limit(0.5), "b": limit(plus_us=0.3), "c": limit(0.1), "d": limit()},
+    )  # fmt: skip
+    peers = {name: timing(time, time, time) for name, time in (("a", 8.0), ("b", 3.5), ("d", 4.0))}
+    result = result_of(bench, peers=peers)
+    case._set_targets(result, "NVIDIA A100")
+    assert result.targets == {"peer": pytest.approx(3.8)}
+    assert case._limits() == "target 0.5 of a, 1 of b + 0.3 us, 0.1 of c"
+
+
+def test_every_goal_has_a_row(bench):
+    """A name that is not the table's would make a target that nothing is held against."""
+    products = {product.name for product in bench.linear.MODELS["SDAR-8B"]}
+    assert products >= bench.quant.GOALS.keys() | bench.nibbles.GOALS.keys()
+    rows = {count for goals in bench.quant.GOALS.values() for count in goals}
+    assert set(bench.linear.ROWS) >= rows | bench.quant.PEER_LIMITS.keys()
+    layer_rows = bench.quant.LAYER_GOALS.keys() | bench.quant.LAYER_OF_PLAIN.keys()
+    assert set(bench.quant.LAYER_ROWS) >= layer_rows | {bench.quant.PROMPT_ROWS}
+    assert set(bench.attention.decode_shapes()) >= bench.attention.GOALS.keys()
+    tokens = {model.name: set(model.tokens) for model in bench.moe.MODELS}
+    assert all(tokens[model] >= {count} for model, count in bench.moe.GOALS)
+    for scheme, goals in bench.quant_experts.GOALS.items():
+        some = bench.quant_experts.SOME.get(scheme, tokens)
+        assert all(set(some[model]) >= wanted.keys() for model, wanted in goals.items()), scheme
+
+
+@pytest.fixture
+def fake_vendor(bench, monkeypatch):
+    """A library in place of the vendor's, which takes more than 64 rows of any codes."""
+
+    def multiply(rows, weight, scale, bias, out):
+        assert bias is None
+        wide = scale[:, None]
+        if scale.dim() == 2:
+            wide = scale.repeat_interleave(128, 0).repeat_interleave(128, 1)
+            wide = wide[: weight.size(0), : weight.size(1)]
+        values = import_module("kernel_bench.codes").row_values(rows)
+        return out.copy_(values @ (weight.double() * wide.double()).t())
+
+    fake = SimpleNamespace(
+        multiply=multiply,
+        own_rows=lambda scheme, codes: 64,
+        takes_rows=lambda scheme, x, limit: x.size(0) > limit,
+    )
+    monkeypatch.setattr(bench.quant, "vendor", fake)
+    monkeypatch.setattr(bench.quant_peers, "vendor", fake)
+
+
+@pytest.mark.parametrize(
+    ("rows", "has_codes", "judges"),
+    [
+        (32, False, {"bfloat16"}),
+        (65, True, {"linear_scaled alone", "vendor's library"}),
+        (8192, True, {"linear_scaled alone", "vendor's library", "bfloat16"}),
+    ],
+)
+def test_products_of_a_layer(bench, ceilings, monkeypatch, fake_vendor, rows, has_codes, judges):
+    """Own products, the library's and the layers' choice of them give the same within rounding."""
+    monkeypatch.setattr(bench.quant, "num_rotations", lambda num_bytes: 2)
+    product = bench.linear.Product
+    products = (product("gate and up, silu", 256, 128, is_gated=True), product("down", 48, 128))
+    case = bench.quant._layer_case("SDAR-8B", products, rows, "cpu", has_codes=has_codes)
+    assert case.judges.keys() == judges
+    assert (case.formula_us is not None) == (rows == 8192)
+    assert case.operands == "e4m3"
+    agreement = case.check()
+    assert agreement.is_right
+    assert agreement.compared == 3 * rows * (128 + 48)
+    for name in ("bfloat16", "linear_scaled alone", "vendor's library"):
+        case.peers[name][1]()
+
+
+def test_peers_of_codes_give_the_product(bench, monkeypatch, fake_vendor):
+    plain = [torch.randn(48, 256, dtype=torch.bfloat16) for _ in range(2)]
+    weights = [ops.quantize_weight(w, ops.WeightScheme.FP8) for w in plain]
+    out = torch.empty(32, 48, dtype=torch.bfloat16)
+    x = torch.randn(32, 256, dtype=torch.bfloat16)
+    operands = bench.quant_peers.Operands(x, plain, weights, out)
+
+    def wrong(operands):
+        return [operands.out.zero_]
+
+    def refused(operands):
+        raise ValueError("no such package")
+
+    peers = {**bench.quant_peers.FP8_PEERS, "wrong": wrong, "gone": refused}
+    monkeypatch.setattr(bench.quant_peers, "FP8_PEERS", peers)
+    found, absent = bench.quant_peers.fp8_peers(operands)
+    assert {name: len(calls) for name, calls in found.items()} == {
+        "vendor's library": 2,
+        "vendor's library, blocks": 2,
+    }
+    assert "off by" in absent["wrong"]
+    assert "no such package" in absent["gone"]
+    few = operands._replace(x=x[:1], out=out[:1])
+    assert bench.quant_peers.fp8_peers(few) == ({}, {})
+
+
+@pytest.mark.parametrize("scheme", ["fp8", "int8", "int4"])
+@pytest.mark.parametrize("act", [ops.Activation.SILU, ops.Activation.GELU_TANH])
+def test_reference_of_coded_experts(bench, scheme, act):
+    """It is what the layers' experts compute where each has a matrix of its own."""
+    model = bench.moe.Experts("tiny", 4, 2, 256, 128, act)
+    layer = bench.moe.Layer(model, "cpu")
+    coded = bench.quant_experts.CodedExperts(layer, scheme)
+    kind, group = coded.scheme.weight, coded.scheme.group
+
+    def matrices(stack):
+        for values in stack:
+            weight = QuantizedWeight([Shape(len(values), group)], values.size(1), kind, "cpu")
+            weight.write(0, values)
+            yield weight
+
+    experts = QuantizedExperts(list(matrices(layer.w13)), list(matrices(layer.w2)), "cpu")
+    assert coded.bytes_of_one * model.num_experts == experts.nbytes
+    x = torch.randn(6, model.hidden, dtype=torch.bfloat16)
+    weights, ids = torch.rand(6, 2), bench.moe.uniform_routes(6, model, "cpu")
+    out = experts.packed().product(
+        x, ops.Routing(weights, ids), out=torch.empty_like(x), workspace=torch.empty(0), act=act
+    )
+    agreement = bench.agreement.Agreement(out.numel(), bench.quant_experts.TOLERANCE)
+    agreement.add(out, coded.exact(model, x, weights, ids))
+    assert agreement.is_right
