@@ -13,8 +13,8 @@ request, sampling, and the copy of the result. Random weights accept one positio
 step. `rows` is what the blocks in flight could run, `valid` the share of it that blocks do. `packed` steps held these
 rows alone, by the device's own count; `--packing off` has the device run all of them. The floor is the time to read the weights once at the
 copy bandwidth measured in the same run; of experts, those that rows were sent to. They are counted:
-a second engine without graphs repeats the timed steps. `--targets` runs the cases that `step_targets.py`
-has for the weights and the cache asked for, and says which pass.
+a second engine without graphs repeats the timed steps. `--targets` runs all cases that `step_targets.py`
+has for the weights asked for, and for the cache if one is, and says which pass.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from itertools import groupby, product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import bench_families
 import torch
 from published_shapes import SDAR_SHAPES, SHAPES
 from random_engine import build_engine, build_model, build_shared_engine, random_prompts
@@ -47,11 +48,11 @@ from diffulex import Diffulex, SamplingParams
 from diffulex.quantization.scheme import SCHEMES
 
 if TYPE_CHECKING:
-    from diffulex.families.spec import ModelSpec
+    from diffulex.config.config import Config
 
 COLUMNS = (
-    "shape", "tp", "prompt_len", "buffer", "batch", "rows", "valid", "step_ms", "p10_ms", "p90_ms", "floor_ms",
-    "experts", "sm_mhz", "watts", "graph_steps", "packing", "packed", "peer_ms", "target_ms", "verdict",
+    "shape", "tp", "kv_cache_dtype", "kept", "quantize_head", "prompt_len", "buffer", "batch", "rows", "valid",
+    "step_ms", "p10_ms", "p90_ms", "floor_ms", "experts", "sm_mhz", "watts", "graph_steps", "packing", "packed", "peer_ms", "target_ms", "verdict",
 )  # fmt: skip
 
 
@@ -103,8 +104,16 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--quantization", choices=("none", *SCHEMES), default="none", help="of weights [none]"
     )
+    parser.add_argument("--quantize-head", action="store_true", help="the output head, too")
     parser.add_argument(
-        "--kv-cache-dtype", choices=("auto", "fp8_e4m3"), default="auto", help="of keys and values"
+        "--quantization-ignore",
+        type=lambda text: tuple(filter(None, text.split(","))),
+        help="patterns of modules that keep their dtype; '' for none [what the family keeps]",
+    )
+    parser.add_argument(
+        "--kv-cache-dtype",
+        choices=("auto", "fp8_e4m3"),
+        help="of keys and values [auto; of --targets all]",
     )
     parser.add_argument("--output", type=Path, help="also append the JSON lines to this file")
     parser.add_argument("--json", type=Path, help="write facts and rows as one JSON document")
@@ -112,9 +121,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     if not set(options.packing) <= {"on", "off"}:
         parser.error(f"--packing: expected on, off or on,off, got {','.join(options.packing)}")
     if options.targets is not None and not (options.tp == [1] and cases_of(options)):
-        precision = (
-            f"--quantization {options.quantization} --kv-cache-dtype {options.kv_cache_dtype}"
-        )
+        precision = f"--quantization {options.quantization}"
+        if options.kv_cache_dtype is not None:
+            precision += f" --kv-cache-dtype {options.kv_cache_dtype}"
         parser.error(
             f"--targets: nothing is asked of {','.join(options.targets)} with {precision}"
             f" --tp {','.join(map(str, options.tp))}"
@@ -123,16 +132,20 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def cases_of(options: argparse.Namespace) -> list[StepCase]:
-    precision = (options.quantization, options.kv_cache_dtype)
     if options.targets is not None:
         return [
             case
             for case in TARGETS
             if case.shape in options.targets
-            and (case.quantization, case.kv_cache_dtype) == precision
+            and case.quantization == options.quantization
+            and options.kv_cache_dtype in (None, case.kv_cache_dtype)
         ]
+    chosen = (
+        *(options.quantization, options.kv_cache_dtype or "auto"),
+        *(options.quantize_head, options.quantization_ignore),
+    )
     return [
-        StepCase(options.shape, buffer_size, prompt_len, batch, options.block_size, *precision)
+        StepCase(options.shape, buffer_size, prompt_len, batch, options.block_size, *chosen)
         for prompt_len in options.prompt_len
         for buffer_size in options.buffer_size
         for batch in options.batch
@@ -143,6 +156,12 @@ def started_engine(
     model: Any, num_ranks: int, options: argparse.Namespace, case: StepCase, *, has_graphs: bool
 ) -> Diffulex:
     """An engine with all requests of one measurement waiting; with several ranks `model` is not used."""
+    if case.buffer_size is None or case.block_size is None:
+        given = {"prompt_len": case.prompt_len, "quantization": case.quantization}
+        of_family = argparse.Namespace(**{**vars(options), **given})
+        return bench_families.started_engine(
+            SHAPES[case.shape], model, of_family, case.batch, has_graphs=has_graphs
+        )
     # One position per block and step at least, so this many tokens outlast the timed steps.
     steps = options.warmup + options.steps + 2
     new_tokens = steps * case.buffer_size + case.block_size
@@ -164,7 +183,10 @@ def started_engine(
         "run_ahead": options.run_ahead,
         "quantization": case.quantization,
         "kv_cache_dtype": case.kv_cache_dtype,
+        "quantize_head": case.quantize_head,
     }
+    if case.quantization_ignore is not None:
+        settings["quantization_ignore"] = case.quantization_ignore
     shape = SHAPES[case.shape]
     if num_ranks == 1:
         engine = build_engine(shape, model, options.device, **settings)
@@ -208,7 +230,7 @@ class TimedSteps(NamedTuple):
     graph_steps: int
     num_packed: int
     num_bytes: float  # of the weights of this rank
-    spec: ModelSpec
+    config: Config
 
 
 def run_steps(
@@ -237,7 +259,7 @@ def run_steps(
             engine.run_stats.num_graph_steps,
             0 if loop is None else loop.num_packed_steps,
             float(weight_bytes(engine._executor.runner.model)),
-            engine.config.model.spec,
+            engine.config,
         )
 
 
@@ -260,15 +282,17 @@ def measure(
     timed = run_steps(model, num_ranks, options, case, is_packing=is_packing)
     free_memory()
     num_bytes, experts = timed.num_bytes, None
-    if timed.spec.moe is not None:
+    decoding, moe = timed.config.decoding, timed.config.model.spec.moe
+    if moe is not None:
         num_bytes, experts = weights_read(model, num_ranks, options, case)
         free_memory()
-    num_rows = case.batch * case.buffer_size * case.block_size
+    num_rows = case.batch * decoding.buffer_size * decoding.block_size
     row = {
         "tp": num_ranks,
+        "kv_cache_dtype": case.kv_cache_dtype,
         "prompt_len": case.prompt_len,
-        "block": case.block_size,
-        "buffer": case.buffer_size,
+        "block": decoding.block_size,
+        "buffer": decoding.buffer_size,
         "batch": case.batch,
         "rows": num_rows,
         "valid": round(timed.valid_rows / num_rows, 4),
@@ -282,7 +306,10 @@ def measure(
     }
     if experts is not None:
         row["experts"] = round(experts, 2)
-        row["experts_total"] = timed.spec.moe.num_experts
+        row["experts_total"] = moe.num_experts
+    if case.quantization != "none":
+        row["kept"] = " ".join(timed.config.model.quantization_ignore) or "nothing"
+        row["quantize_head"] = case.quantize_head
     known = {"target_ms": case.target_ms, "peer_ms": case.peer_ms}
     row |= {key: round(value, 3) for key, value in known.items() if value is not None}
     if options.targets is not None and (verdict := judge(row)) is not None:
@@ -290,17 +317,30 @@ def measure(
     return row
 
 
+def model_of(case: StepCase) -> tuple[str, bool, tuple[str, ...] | None]:
+    """What tells the models of cases in one scheme apart."""
+    return case.shape, case.quantize_head, case.quantization_ignore
+
+
 def measured_rows(options: argparse.Namespace, bandwidth: float) -> Iterable[dict[str, Any]]:
-    for shape, cases in groupby(cases_of(options), key=lambda case: case.shape):
-        listed = list(cases)
+    cases = cases_of(options)
+    first = {model_of(case): index for index, case in reversed(list(enumerate(cases)))}
+    # Cases of one model in a row: it is made once.
+    cases.sort(key=lambda case: first[model_of(case)])
+    for (shape, *choices), of_model in groupby(cases, key=model_of):
+        listed = list(of_model)
         dtype, quantization = getattr(torch, options.dtype), options.quantization
+        named = dict(zip(("quantize_head", "ignore"), choices, strict=True))
         for num_ranks in options.tp:
             model = None
             if num_ranks == 1:
-                model = build_model(SHAPES[shape], dtype, options.device, quantization=quantization)
+                model = build_model(
+                    SHAPES[shape], dtype, options.device, quantization=quantization, **named
+                )
             for case, packing in product(listed, options.packing):
                 given = model, num_ranks, options, case, bandwidth
-                yield {"shape": shape, **measure(*given, is_packing=packing == "on")}
+                is_packing = packing == "on" and case.is_packing
+                yield {"shape": shape, **measure(*given, is_packing=is_packing)}
             del model
             gc.collect()
             if options.device.startswith("cuda"):
@@ -314,7 +354,6 @@ def main(argv: list[str] | None = None) -> int:
         "benchmark": "decode_step",
         "dtype": options.dtype,
         "quantization": options.quantization,
-        "kv_cache_dtype": options.kv_cache_dtype,
         **machine_facts(options.device),
         "copy_gb_per_s": round(bandwidth / 1e9, 1),
     }

@@ -10,7 +10,7 @@ result. `read_gb` is what such a step has to read: the weights, of the routed ex
 rows were sent to, the cached keys and values, the head. Rows, context and experts are counted, not
 estimated: a second engine without graphs repeats the timed steps and looks at them, which also
 checks that all logits are finite. `fraction` compares `read_gb` per step time with the bandwidth of
-a large copy in the same run.
+a large copy in the same run. Targets are those of `step_targets.py` for prompts of 1,024 tokens.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ import torch
 from published_shapes import REFERENCE_SHAPES, SHAPES, Shape
 from random_engine import build_engine, build_model, random_prompts, resolve_config
 from step_probe import StepProbe, StepReads
+from step_targets import judge, of_family
 from step_timing import (
     clock_facts,
     copy_bandwidth,
@@ -43,7 +44,7 @@ from diffulex.quantization.scheme import SCHEMES
 
 COLUMNS = (
     "model", "strategy", "batch", "rows", "rows_run", "step_ms", "p10_ms", "p90_ms", "read_gb",
-    "floor_ms", "fraction", "experts", "sm_mhz", "watts", "graph_steps",
+    "floor_ms", "fraction", "experts", "sm_mhz", "watts", "graph_steps", "target_ms", "verdict",
 )  # fmt: skip
 
 
@@ -195,6 +196,9 @@ def run_shape(name: str, options: argparse.Namespace, bandwidth: float) -> list[
     rows = []
     for batch in options.batch:
         row = measure(shape, model, options, batch, bandwidth)
+        target_ms = None if options.tiny else of_family(name, batch, scheme, options.prompt_len)
+        if target_ms is not None:
+            row |= {"target_ms": target_ms, "verdict": judge({**row, "target_ms": target_ms})}
         rows.append({"model": name, "parameters": model.spec.num_parameters, **row})
         print(
             f"{name}, {row['strategy']}, batch {batch}: {row['step_ms']} ms per step,"

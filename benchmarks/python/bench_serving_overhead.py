@@ -15,7 +15,7 @@ may fail, and a stream must not hold back its first block until the second is de
 exit code is 1.
 
 `--shape` writes the configuration of a published model and a tokenizer of its size, and takes random
-weights; prompts are then random ids. CPU figures need a host with nothing else to do.
+weights; prompts are then random ids. `target_tok_s` are those of `step_targets.py`. CPU figures need a host with nothing else to do.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from diffulex.bench.serve.report import ReportSettings, summarize
 
 COLUMNS = (
     "concurrency", "requests", "tokens", "engine_tok_s", "server_tok_s", "overhead_percent",
-    "ttft_ms", "block_latency_ms", "failed",
+    "ttft_ms", "block_latency_ms", "failed", "target_tok_s", "verdict",
 )  # fmt: skip
 
 _NUM_ALONE = 12
@@ -159,6 +159,8 @@ def say(text: str) -> None:
 
 def run_engine(options: argparse.Namespace, settings: dict[str, Any]) -> list[Any]:
     """Tokens and best seconds per concurrency."""
+    from step_timing import clock_facts  # noqa: PLC0415 (imports torch)
+
     from diffulex import Diffulex, SamplingParams  # noqa: PLC0415
 
     params = SamplingParams(
@@ -173,7 +175,14 @@ def run_engine(options: argparse.Namespace, settings: dict[str, Any]) -> list[An
             runs = [closed_loop(engine, prompts, params, in_flight) for _ in range(options.repeat)]
             seconds = [run[1] for run in runs]
             rounded = [round(value, 4) for value in seconds]
-            results.append({"tokens": runs[0][0], "seconds": min(seconds), "runs_s": rounded})
+            results.append(
+                {
+                    "tokens": runs[0][0],
+                    "seconds": min(seconds),
+                    "runs_s": rounded,
+                    **clock_facts(options.device),
+                }
+            )
             say(f"engine alone, concurrency {concurrency}: {rounded} s")
     return results
 
@@ -287,7 +296,20 @@ def compare(
         "errors": figures["errors"],
         "runs_s": [round(run.duration_s, 4) for run in runs],
         "engine_runs_s": engine["runs_s"],
+        **{name: engine[name] for name in ("sm_mhz", "watts") if name in engine},
     }
+
+
+def add_targets(options: argparse.Namespace, row: dict[str, Any]) -> None:
+    """What the server's speed is held against, where it was set for these requests."""
+    from step_targets import SERVING_TARGETS  # noqa: PLC0415
+
+    settings = dict(pair.split("=", 1) for pair in options.engine_arg)
+    targets = SERVING_TARGETS.get((options.shape, settings.get("quantization", "none")), {})
+    is_asked = (options.input_len, options.output_len) == (256, 64)
+    if is_asked and row["concurrency"] in targets:
+        row["target_tok_s"] = targets[row["concurrency"]]
+        row["verdict"] = "pass" if row["server_tok_s"] >= row["target_tok_s"] else "miss"
 
 
 def _rounded(value: float | None) -> float | None:
@@ -344,6 +366,7 @@ def main(argv: list[str] | None = None) -> int:
             for index, concurrency in enumerate(options.concurrency):
                 runs = asyncio.run(measure(server, options, concurrency))
                 rows.append(compare(options, concurrency, engine[index], runs))
+                add_targets(options, rows[-1])
                 say(f"server, concurrency {concurrency}: {rows[-1]}")
                 if concurrency + options.queued == 1:
                     alone = runs[0]

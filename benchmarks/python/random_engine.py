@@ -31,14 +31,27 @@ __all__ = [
 ]
 
 
-def add_model_flags(parser: argparse.ArgumentParser) -> None:
-    """Which random model, where, and as what."""
+def schemes(text: str) -> list[str]:
+    """Names of schemes, comma-separated."""
+    names = text.split(",")
+    if unknown := [name for name in names if name not in ("none", *SCHEMES)]:
+        raise argparse.ArgumentTypeError(f"expected none, {', '.join(SCHEMES)}, got {unknown[0]}")
+    return names
+
+
+def add_model_flags(parser: argparse.ArgumentParser, *, has_schemes: bool = False) -> None:
+    """Which random model, where, and as what; `has_schemes`: one after the other."""
     is_cuda = torch.cuda.is_available()
     parser.add_argument("--shape", choices=tuple(SHAPES), default="sdar-8b")
     parser.add_argument("--tiny", action="store_true", help="the family in a few kilobytes")
     parser.add_argument("--device", default="cuda" if is_cuda else "cpu")
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
-    parser.add_argument("--quantization", choices=("none", *SCHEMES), default="none")
+    if has_schemes:
+        parser.add_argument(
+            "--quantization", type=schemes, default=["none"], help="none,fp8 [none]"
+        )
+    else:
+        parser.add_argument("--quantization", choices=("none", *SCHEMES), default="none")
     parser.add_argument("--block-size", type=int, default=32)
 
 
@@ -49,16 +62,28 @@ def shape_of(options: argparse.Namespace) -> Shape:
 
 
 def build_model(
-    shape: Shape, dtype: torch.dtype, device: str, seed: int = 0, quantization: str = "none"
+    shape: Shape,
+    dtype: torch.dtype,
+    device: str,
+    seed: int = 0,
+    quantization: str = "none",
+    **choices: Any,
 ) -> Any:
-    """A model of this shape, its weights drawn where they are and then quantised if wanted."""
-    quantizer = None if quantization == "none" else make_quantizer(shape, quantization)
+    """A model of this shape, its weights drawn where they are and then quantised if wanted; `choices` as for
+    `make_quantizer`."""
+    quantizer = None if quantization == "none" else make_quantizer(shape, quantization, **choices)
     return random_model(shape.family, shape.facts().spec, dtype, device, seed, quantizer)
 
 
-def make_quantizer(shape: Shape, scheme: str, *, quantize_head: bool = False) -> ModelQuantizer:
-    """What an engine over this shape would have: the family keeps what it keeps by default."""
-    kept = kept_modules(shape.family, scheme)
+def make_quantizer(
+    shape: Shape,
+    scheme: str,
+    *,
+    quantize_head: bool = False,
+    ignore: tuple[str, ...] | None = None,
+) -> ModelQuantizer:
+    """What an engine over this shape would have; `ignore` None: the family keeps what it keeps by default."""
+    kept = kept_modules(shape.family, scheme) if ignore is None else ignore
     return ModelQuantizer(QuantizationPlan(scheme, ignore=kept, quantize_head=quantize_head))
 
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from kernel_bench.report import commit
 from torch import nn
 
 from diffulex import Diffulex
@@ -129,12 +130,13 @@ def clock_facts(device: str) -> dict[str, float]:
 
 
 def machine_facts(device: str) -> dict[str, str]:
-    """Device, torch version and day of a run."""
+    """Device, torch version, day and commit of a run."""
     is_cuda = device.startswith("cuda")
     return {
         "device": torch.cuda.get_device_name(device) if is_cuda else platform.machine(),
         "torch": torch.__version__,
         "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
+        "commit": commit(),
     }
 
 

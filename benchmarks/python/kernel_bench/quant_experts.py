@@ -153,18 +153,14 @@ def _case(layer: Layer, coded: CodedExperts, tokens: int, device: str) -> Case:
 
 def cases(device: str, is_small: bool) -> Iterator[Case]:
     """Every model in e4m3, and some in the other schemes. On the CPU experts of codes are no stacks."""
-    if device == "cpu":
+    if is_small:
         return
-    for model in (Experts("tiny", 8, 2, 256, 128, tokens=(3,)),) if is_small else MODELS:
+    for model in MODELS:
         layer = Layer(model, device)
         for name in SCHEMES:
-            all_tokens = model.tokens
-            if not is_small and name in SOME:
-                all_tokens = SOME[name].get(model.name, ())
-            if not all_tokens:
-                continue
-            coded = CodedExperts(layer, name)
-            for tokens in all_tokens:
+            counts = SOME[name].get(model.name, ()) if name in SOME else model.tokens
+            coded = CodedExperts(layer, name) if counts else None
+            for tokens in counts:
                 yield _case(layer, coded, tokens, device)
             del coded
         del layer

@@ -118,16 +118,34 @@ def test_steps_are_judged_by_the_targets_of_their_scheme(monkeypatch, capsys):
     monkeypatch.syspath_prepend(str(SCRIPTS))
     bench = import_module("bench_decode_step")
     targets = import_module("step_targets").TARGETS
-    assert len({case[:7] for case in targets}) == len(targets)
+    given = {case._replace(target_ms=None, peer_ms=None) for case in targets}
+    assert len(given) == len(targets)
 
     def asked(*flags):
         return bench.cases_of(bench.parse(["--targets", *flags]))
 
     by_scheme = {}
     for scheme in ("none", "fp8", "int4"):
-        cases = asked("all", "--quantization", scheme)
+        cases = asked("all", "--quantization", scheme, "--kv-cache-dtype", "auto")
         assert {(case.quantization, case.kv_cache_dtype) for case in cases} == {(scheme, "auto")}
-        by_scheme[scheme] = {case[:4]: case.target_ms for case in cases}
+        plain = [case for case in cases if case.is_packing and not case.quantize_head]
+        by_scheme[scheme] = {case[:4]: case.target_ms for case in plain}
+    # All of a scheme, unless a cache is named.
+    every = asked("all", "--quantization", "fp8")
+    assert sorted({case.kv_cache_dtype for case in every}) == ["auto", "fp8_e4m3"]
+    assert {case.target_ms for case in every if not case.is_packing} == {14.5}
+    assert {case.target_ms for case in every if case.quantize_head} == {4.4}
+    of_family = import_module("step_targets").of_family
+    gemma = "diffusion-gemma-26b-a4b"
+    assert [of_family(gemma, 1, scheme, 1024) for scheme in ("none", "fp8")] == [15.0, 8.8]
+    assert of_family("sdar-8b", 1, "none", 1024) is of_family(gemma, 1, "fp8", 64) is None
+    # Figures of 4 bits are of experts that have no more.
+    kept = [case for case in asked("all", "--quantization", "int4") if "llada2" in case.shape]
+    assert [(case.quantization_ignore, case.target_ms) for case in kept] == [
+        ((), 1.7),
+        ((), 3.2),
+        ((), 4.0),
+    ]
     batch_1 = ("sdar-8b", 1, 256, 1)
     assert [each[batch_1] for each in by_scheme.values()] == [4.4, 2.85, 2.15]
     # Steps run valid rows alone, so that four blocks have nothing for the others.
@@ -314,6 +332,87 @@ def test_mixed_steps(tmp_path):
 
 
 @pytest.mark.slow
+def test_decode_step_of_choices(tmp_path, monkeypatch, capsys):
+    """Cases of one model follow each other; those of a family have its strategy and sizes."""
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    bench = import_module("bench_decode_step")
+    shapes = import_module("published_shapes").SHAPES
+    gemma = "diffusion-gemma-26b-a4b"
+    tiny = {name: shapes[name].tiny() for name in ("tiny-moe", gemma)}
+    monkeypatch.setattr(bench, "SHAPES", tiny)
+    built = []
+
+    def build_model(*arguments, **settings):
+        built.append((settings["quantize_head"], settings["ignore"]))
+        return import_module("random_engine").build_model(*arguments, **settings)
+
+    monkeypatch.setattr(bench, "build_model", build_model)
+    case = import_module("step_targets").StepCase("tiny-moe", 1, 16, 1, 4, "int4")
+    given = [
+        case,
+        case._replace(quantization_ignore=("*.mlp.experts*",), target_ms=1e6),
+        case._replace(batch=2, is_packing=False, target_ms=0.0),
+        case._replace(shape=gemma, buffer_size=None, block_size=None),
+    ]
+    monkeypatch.setattr(bench, "cases_of", lambda options: list(given))
+    output = tmp_path / "steps.json"
+    flags = ["--targets", "all", "--quantization", "int4", "--device", "cpu", "--dtype", "float32"]
+    assert bench.main([*flags, "--warmup", "1", "--steps", "3", "--json", str(output)]) == 0
+    assert built == [(False, None), (False, ("*.mlp.experts*",)), (False, None)]
+    content = json.loads(output.read_text())
+    assert "commit" in content
+    rows = content["results"]
+    assert [(row["batch"], row["packing"], row["kept"]) for row in rows] == [
+        (1, "on", "nothing"),
+        (2, "off", "nothing"),
+        (1, "on", "*.mlp.experts*"),
+        (1, "on", "*.self_attn.*"),
+    ]
+    assert rows[0]["weight_bytes"] < rows[2]["weight_bytes"]
+    assert (rows[3]["block"], rows[3]["rows"]) == (16, 16)
+    assert [row.get("verdict") for row in rows[1:3]] == ["miss", "pass"]
+    assert "*.self_attn.*" in capsys.readouterr().out
+
+
+def test_serving_is_judged_by_its_targets(monkeypatch):
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    bench = import_module("bench_serving_overhead")
+    flags = ["--shape", "sdar-8b", "--output-len", "64"]
+
+    def judged(concurrency, speed, *more):
+        row = {"concurrency": concurrency, "server_tok_s": speed}
+        bench.add_targets(bench.parse([*flags, *more]), row)
+        return row.get("target_tok_s"), row.get("verdict")
+
+    fp8 = ("--engine-arg", "quantization=fp8")
+    assert judged(64, 6000.0, *fp8) == (6000, "pass")
+    assert judged(16, 2999.9, *fp8) == (3000, "miss")
+    assert judged(2, 1e9, *fp8) == judged(64, 1e9) == (None, None)
+    assert judged(64, 1e9, *fp8, "--input-len", "8") == (None, None)
+
+
+def test_prefill_is_judged_by_its_share(monkeypatch):
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    bench = import_module("bench_prefill")
+    rows = []
+    for scheme, num_ranks, step_ms in (
+        ("none", 1, 100),
+        ("none", 2, 60),
+        ("fp8", 1, 69),
+        ("fp8", 2, 40),
+    ):
+        rows.append({"shape": "sdar-8b", "quantization": scheme, "tp": num_ranks, "tokens": 8192})
+        rows[-1]["step_ms"] = step_ms
+        bench.compare(rows)
+    assert [row["speedup"] for row in rows] == [1, 1.667, 1, 1.725]
+    assert [row["of_first"] for row in rows] == [1, 1, 0.69, 0.667]
+    assert [row.get("verdict") for row in rows] == [None, None, "miss", None]
+    rows[2]["step_ms"] = 68
+    bench.compare(rows[:3])
+    assert (rows[2]["target"], rows[2]["verdict"]) == (0.68, "pass")
+
+
+@pytest.mark.slow
 def test_prefill(tmp_path):
     output = tmp_path / "prefill.json"
     run(
@@ -327,6 +426,22 @@ def test_prefill(tmp_path):
     for row in rows:
         assert row["steps"] == 3
         assert row["tok_s"] == pytest.approx(1e3 * row["tokens"] / row["step_ms"], rel=1e-3)
+
+
+@pytest.mark.slow
+def test_prefill_of_schemes(tmp_path):
+    output = tmp_path / "prefill.json"
+    text = run(
+        "bench_prefill.py",
+        *("--tiny", "--device", "cpu", "--dtype", "float32", "--quantization", "none,fp8,int4"),
+        *("--tokens", 40, "--block-size", 4, "--warmup", 1, "--repeat", 2, "--json", output),
+    )
+    rows = json.loads(output.read_text())["results"]
+    assert [row["quantization"] for row in rows] == ["none", "fp8", "int4"]
+    assert [row["speedup"] for row in rows] == [1, 1, 1]
+    assert rows[0]["of_first"] == 1
+    assert "of_first" in text
+    assert "verdict" not in text
 
 
 @pytest.mark.slow
