@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from diffulex import ops
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
@@ -18,6 +20,7 @@ __all__ = [
     "flashinfer_prefill",
     "flashinfer_sampling",
     "torch_grouped_experts",
+    "torch_scaled_grouped_experts",
     "vllm_fused_experts",
 ]
 
@@ -139,8 +142,8 @@ def torch_grouped_experts(
 ) -> tuple[Callable[..., Any] | None, str]:
     """A mixture of experts of torch's grouped products as f(x, w13, w2, weights, ids) -> [T, H].
 
-    Slots are sorted by expert, gathered, sent through two grouped products with an activation of gate
-    and up between, and summed with their weights.
+    Args:
+        activated: of gate and up, between the products.
     """
     if not torch.cuda.is_available():
         return None, "needs CUDA"
@@ -155,16 +158,71 @@ def torch_grouped_experts(
         weights: torch.Tensor,
         ids: torch.Tensor,
     ) -> torch.Tensor:
-        tokens, top_k = ids.shape
-        sorted_ids, order = ids.flatten().sort(stable=True)
-        numbers = torch.arange(len(w13), dtype=ids.dtype, device=ids.device)
-        ends = torch.searchsorted(sorted_ids, numbers, right=True, out_int32=True)
-        both = grouped(x[order // top_k], w13.transpose(1, 2), offs=ends)
-        products = grouped(activated(both), w2.transpose(1, 2), offs=ends)
-        places = torch.empty_like(order).scatter_(
-            0, order, torch.arange(len(order), device=order.device)
-        )
-        slots = products[places].view(tokens, top_k, -1)
-        return torch.bmm(weights.to(slots.dtype)[:, None], slots).squeeze(1)
+        def products(tokens: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+            both = grouped(x[tokens], w13.transpose(1, 2), offs=ends)
+            return grouped(activated(both), w2.transpose(1, 2), offs=ends)  # type: ignore[no-any-return]
+
+        return _by_expert(products, len(w13), weights, ids)
 
     return experts, ""
+
+
+def torch_scaled_grouped_experts(
+    activated: Callable[[torch.Tensor], torch.Tensor],
+) -> tuple[Callable[..., Any] | None, str]:
+    """The same of e4m3 codes with a scale a row, as f(x, w13, w13_scale, w2, w2_scale, weights, ids) -> [T, H]."""
+    grouped, reason = _attribute("torch", "_scaled_grouped_mm")
+    if grouped is None:
+        return None, reason
+
+    def multiply(
+        rows: ops.QuantizedRows, w: torch.Tensor, w_scale: torch.Tensor, ends: torch.Tensor
+    ) -> torch.Tensor:
+        return grouped(  # type: ignore[no-any-return]
+            rows.codes, w.transpose(1, 2), rows.scale[0], w_scale, offs=ends,
+            out_dtype=torch.bfloat16,
+        )  # fmt: skip
+
+    def experts(
+        x: torch.Tensor,
+        w13: torch.Tensor,
+        w13_scale: torch.Tensor,
+        w2: torch.Tensor,
+        w2_scale: torch.Tensor,
+        weights: torch.Tensor,
+        ids: torch.Tensor,
+    ) -> torch.Tensor:
+        coded = ops.quantize_rows(x, w13.dtype, group=x.size(1))
+
+        def products(tokens: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+            # A row of float8 is taken as bytes: not every op of torch knows the type.
+            codes = coded.codes.view(torch.uint8)[tokens].view(w13.dtype)
+            slots = ops.QuantizedRows(codes, coded.scale[:, tokens])
+            inner = activated(multiply(slots, w13, w13_scale, ends))
+            of_inner = ops.quantize_rows(inner, w2.dtype, group=inner.size(1))
+            scale = of_inner.scale[:, : inner.size(0)]
+            return multiply(of_inner._replace(scale=scale), w2, w2_scale, ends)
+
+        return _by_expert(products, len(w13), weights, ids)
+
+    return experts, ""
+
+
+def _by_expert(
+    products: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    num_experts: int,
+    weights: torch.Tensor,
+    ids: torch.Tensor,
+) -> torch.Tensor:
+    """Slots sorted by expert, what `products` makes of their tokens up to the ends of the experts, and its
+    weighted sum a token."""
+    num_tokens, top_k = ids.shape
+    sorted_ids, order = ids.flatten().sort(stable=True)
+    numbers = torch.arange(num_experts, dtype=ids.dtype, device=ids.device)
+    ends = torch.searchsorted(sorted_ids, numbers, right=True, out_int32=True)
+    made = products(order // top_k, ends)
+    places = torch.empty_like(order).scatter_(
+        0, order, torch.arange(len(order), device=order.device)
+    )
+    slots = made[places].view(num_tokens, top_k, -1)
+    return torch.bmm(weights.to(slots.dtype)[:, None], slots).squeeze(1)

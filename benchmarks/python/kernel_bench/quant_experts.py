@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from diffulex import ops
+from kernel_bench import peers
 from kernel_bench.agreement import Agreement, Tolerance
 from kernel_bench.ceilings import bandwidth_us
 from kernel_bench.codes import nibble_values, rounded
@@ -15,9 +16,12 @@ from kernel_bench.moe import MODELS, Experts, Layer, uniform_routes
 from kernel_bench.report import Case
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 PEER = "bfloat16"
+GROUPED = "torch scaled grouped_mm"
+#: Largest relative difference between our output and that of a peer, whose scales are of whole rows.
+PEER_TOLERANCE = 0.08
 #: A bfloat16 result of sums that keep about 14 bits of 128 products, and codes of activated values
 #: that are one apart.
 TOLERANCE = Tolerance(2.0**-6, 0.1)
@@ -92,6 +96,28 @@ class CodedExperts:
         code = self.scheme.code
         return rows.bfloat16().double() if code is None else rounded(rows, code)
 
+    def grouped(
+        self,
+        model: Experts,
+        x: torch.Tensor,
+        weights: torch.Tensor,
+        routes: list[torch.Tensor],
+        ours: torch.Tensor,
+    ) -> list[Callable[[], object]] | str:
+        """Calls of torch's grouped products of codes, or why there are none; `ours`: of the first routing."""
+        experts, reason = peers.torch_scaled_grouped_experts(model.activated)
+        if experts is None:
+            return reason
+        held = (self.w13, self.w13_scale, self.w2, self.w2_scale)
+        try:
+            theirs = experts(x, *held, weights, routes[0]).double()
+        except Exception as error:  # a device or a shape that they do not take
+            return f"{type(error).__name__}: {error}"[:120]
+        difference = float((theirs - ours.double()).norm() / theirs.norm())
+        if not difference <= PEER_TOLERANCE:
+            return f"not timed: its output differs from ours by {difference:.1e}"
+        return [lambda ids=ids: experts(x, *held, weights, ids) for ids in routes]
+
     def exact(
         self, model: Experts, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor
     ) -> torch.Tensor:
@@ -134,6 +160,17 @@ def _case(layer: Layer, coded: CodedExperts, tokens: int, device: str) -> Case:
         agreement.add(out, coded.exact(model, x, weights, routes[0]))
         return agreement
 
+    found: dict[str, list[Callable[[], object]]] = {
+        PEER: [lambda ids=ids: peer(ids) for ids in routes]
+    }
+    absent: dict[str, str] = {}
+    if coded.name == "fp8":
+        call(routes[0])
+        grouped = coded.grouped(model, x, weights, routes, out)
+        if isinstance(grouped, str):
+            absent[GROUPED] = grouped
+        else:
+            found[GROUPED] = grouped
     hit = sum(int(ids.unique().numel()) for ids in routes) / len(routes)
     one_expert = coded.bytes_of_one
     touched = int(torch.cat(routes).unique().numel()) * one_expert
@@ -144,7 +181,7 @@ def _case(layer: Layer, coded: CodedExperts, tokens: int, device: str) -> Case:
         [lambda ids=ids: call(ids) for ids in routes], check, read, float(out.nbytes),
         6.0 * tokens * model.top_k * model.hidden * model.inner,
         touched + x.nbytes + out.nbytes, coded.scheme.operands,
-        peers={PEER: [lambda ids=ids: peer(ids) for ids in routes]},
+        peers=found, absent=absent,
         formula_us=bandwidth_us(read, PORTABLE_SHARE) if is_portable else None,
         goal_us=GOALS.get(coded.name, {}).get(model.name, {}).get(tokens),
         note=f"{hit:.1f} experts hit",

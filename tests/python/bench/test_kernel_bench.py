@@ -624,6 +624,37 @@ def test_peers_of_codes_give_the_product(bench, monkeypatch, fake_vendor):
     assert bench.quant_peers.fp8_peers(few) == ({}, {})
 
 
+@pytest.mark.parametrize(("factor", "is_timed"), [(1.0, True), (1.2, False)])
+def test_grouped_products_of_codes(bench, monkeypatch, factor, is_timed):
+    """Routing and scales of the peer, over a reference in the place of torch's op, which is of GPUs alone."""
+
+    def scaled_grouped_mm(rows, weights, scale, weight_scale, *, offs, out_dtype):
+        parts, start = [], 0
+        for matrix, its_scale, stop in zip(weights, weight_scale, offs.tolist()):
+            values = rows[start:stop].float() * scale[start:stop, None]
+            parts.append(values @ (matrix.float() * its_scale))
+            start = stop
+        assert start == len(rows) == len(scale)
+        return (factor * torch.cat(parts)).to(out_dtype)
+
+    monkeypatch.setattr(torch, "_scaled_grouped_mm", scaled_grouped_mm)
+    bench.peers._attribute.cache_clear()
+    model = bench.moe.Experts("tiny", 4, 2, 256, 128, ops.Activation.GELU_TANH)
+    coded = bench.quant_experts.CodedExperts(bench.moe.Layer(model, "cpu"), "fp8")
+    x = torch.randn(6, model.hidden, dtype=torch.bfloat16)
+    weights = torch.rand(6, 2)
+    routes = [bench.moe.uniform_routes(6, model, "cpu") for _ in range(2)]
+    ours = coded.exact(model, x, weights, routes[0])
+    calls = coded.grouped(model, x, weights, routes, ours)
+    bench.peers._attribute.cache_clear()
+    if is_timed:
+        assert len(calls) == 2
+        exact = coded.exact(model, x, weights, routes[1])
+        assert float((calls[1]() - exact).norm() / exact.norm()) < 0.08
+    else:
+        assert "differs from ours" in calls
+
+
 @pytest.mark.parametrize("scheme", ["fp8", "int8", "int4"])
 @pytest.mark.parametrize("act", [ops.Activation.SILU, ops.Activation.GELU_TANH])
 def test_reference_of_coded_experts(bench, scheme, act):
