@@ -147,6 +147,7 @@ def measure(
         clocks = clock_facts(options.device)
         graph_steps = engine.run_stats.num_graph_steps
         decoding = engine.config.decoding
+        kept = engine.config.model.quantization_ignore
     has_graphs = options.device.startswith("cuda") and not options.enforce_eager
     # Steps before the timed ones are counted as well.
     if has_graphs and graph_steps < options.steps:
@@ -172,6 +173,8 @@ def measure(
         "floor_ms": round(1e3 * total / bandwidth, 4),
         "fraction": round(1e3 * total / bandwidth / times["step_ms"], 6),
     }
+    if options.quantization != "none":
+        row["kept"] = " ".join(kept) or "nothing"
     moe = model.spec.moe
     if reads.experts is not None:
         share = 1 - (1 - moe.top_k / moe.num_experts) ** reads.rows

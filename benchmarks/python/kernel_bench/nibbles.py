@@ -80,14 +80,15 @@ class _Problem:
         self.is_few = device != "cpu" and ops.has_hopper_kernels(torch.device(device))
         self.is_few &= ops.is_few_rows(rows, columns, depth)
 
-    def call(self, weight: QuantizedWeight) -> None:
-        """As the layers do."""
+    def call(self, weight: QuantizedWeight) -> bool:
+        """As the layers do; whether the result was rounded once."""
         act = ops.Activation.SILU
         if self.product.is_gated and weight.gated_product(self.x, act, self.out):
-            return
+            return True
         weight.product(self.x, self.both, None)
         if self.product.is_gated:
             ops.act_and_mul(self.both, out=self.out)
+        return not self.product.is_gated
 
     def peer(self, weight: torch.Tensor) -> None:
         if self.is_few:
@@ -98,10 +99,10 @@ class _Problem:
         if self.product.is_gated:
             ops.act_and_mul(self.both, out=self.out)
 
-    def check(self, weights: _Weights, tolerance: Tolerance) -> Agreement:
+    def check(self, weights: _Weights) -> Agreement:
         self.out.fill_(torch.nan)
-        self.call(weights.sets[0])
-        agreement = Agreement(self.out.numel(), tolerance)
+        is_rounded_once = self.call(weights.sets[0])
+        agreement = Agreement(self.out.numel(), BFLOAT16 if is_rounded_once else TOLERANCE)
         exact_x, num_results = self.x.double(), self.out.size(1)
         for start in range(0, num_results, CHECKED_COLUMNS):
             stop = min(num_results, start + CHECKED_COLUMNS)
@@ -122,12 +123,11 @@ def _case(model: str, product: Product, rows: int, device: str, *, is_by_row: bo
         peers[BY_ROW] = [lambda w=w: problem.call(w) for w in by_row.sets]
     is_judged = (model, rows) == ("SDAR-8B", 32)
     x, out = problem.x, problem.out
-    tolerance = BFLOAT16 if rows <= PORTABLE_ROWS and not is_by_row else TOLERANCE
     name = "int4 product" if rows > PORTABLE_ROWS else "linear_w4a16"
     return Case(
         "quant", f"{name} by row" if is_by_row else name, f"{model} {product.name}, {rows} rows",
         [lambda w=w: problem.call(w) for w in weights.sets],
-        lambda: problem.check(weights, tolerance), weights.nbytes + x.nbytes, float(out.nbytes),
+        lambda: problem.check(weights), weights.nbytes + x.nbytes, float(out.nbytes),
         2.0 * rows * product.columns * product.depth,
         rotated_bytes=len(weights.sets) * weights.nbytes + x.nbytes + out.nbytes, peers=peers,
         formula_us=bandwidth_us(weights.nbytes, PORTABLE_SHARE) if is_by_row and is_judged else None,

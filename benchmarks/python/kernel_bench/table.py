@@ -28,13 +28,14 @@ buffers, where a call may overlap the end of the one in front, as in a decode st
 overlap nothing (an ordinary kernel stands between them, and its time is subtracted), for peers in brackets.
 The floor reads and writes each byte once at the ceilings measured in this run: written bytes and as many read
 ones at the speed of a copy, further reads at that of the fastest of several kernels that only read, operations at
-the rate of a square product of 8,192 of operands of their type. `cache`: cold where the buffers in turn cover three times the L2, warm
-where all of them fit into it, partly between. `MHz` and `W` are the clock of the processors and the driver's mean
-power while the op ran. A target of a peer is its median in this run, or what the row says of it (FA3 with its scheduler's metadata computed
-once outside the graph, as an engine does once a step for all layers; torch for dense products). A formula is a
-launch and a share of the bandwidth or of the tensor cores' rate on an {TARGET_GPU}; a goal is a figure that was set; both
-are judged on an {TARGET_GPU} only. Every element of every row is compared with float64: `error` is the norm of the
-difference over that of the reference, `worst` the largest deviation over what one element is allowed (at most 1)."""
+the rate of a square product of 8,192 with operands of their type. `cache`: cold where the buffers in turn cover
+three times the L2, warm where all of them fit into it, partly between. `MHz` and `W` are the clock of the processors
+and the driver's mean power while the op ran. A target of a peer is its median in this run, or what the note says of
+it (FA3 with its scheduler's metadata computed once outside the graph, as an engine does once a step for all layers;
+torch for dense products). A formula is a launch and a share of the bandwidth or of the tensor cores' rate on an
+{TARGET_GPU}; a goal is a figure that was set; both are judged on an {TARGET_GPU} only. Every element of every row is
+compared with float64: `error` is the norm of the difference over that of the reference, `worst` the largest deviation
+over what one element is allowed (at most 1)."""
 
 
 def _number(value: float | None, digits: int = 2) -> str:
