@@ -10,7 +10,8 @@
 
 Every element of every case is first compared with float64; what is wrong is not timed. Times are
 medians of CUDA graph replays over rotated buffers. Peers are used where they can be imported: the
-package `vllm.vllm_flash_attn` for FlashAttention-3, `flashinfer`, torch. Without a GPU tiny shapes run
+package `vllm.vllm_flash_attn` for FlashAttention-3, `flashinfer`, torch; CUTLASS where nvcc and the headers of
+the package `nvidia-cutlass`, or of the folder CUTLASS_PATH, are to compile it with. Without a GPU tiny shapes run
 on the CPU, which shows that the program works and nothing else. `--only quant` are all sections of that
 name; where one run may not be so long, `--join` makes one table of several.
 """

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -10,6 +11,7 @@ import torch
 from diffulex import ops
 from diffulex.ops import WeightScheme
 from diffulex.quantization import vendor
+from kernel_bench.cutlass_peer import block_product
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -59,10 +61,16 @@ def _vendor_blocks(operands: Operands) -> list[Call] | str:
     return [lambda w=w: vendor.multiply(rows, *w, None, out) for w in blocks]
 
 
+def _cutlass(operands: Operands, tile_rows: int) -> list[Call] | str:
+    return block_product(tile_rows, operands.x, operands.plain, operands.out)
+
+
 #: Name -> calls over the sets of W, or why there are none.
 FP8_PEERS: Mapping[str, Callable[[Operands], list[Call] | str]] = {
     VENDOR: _vendor,
     VENDOR_BLOCKS: _vendor_blocks,
+    "CUTLASS, blocks, 128 x 128": functools.partial(_cutlass, tile_rows=128),
+    "CUTLASS, blocks, 64 x 128": functools.partial(_cutlass, tile_rows=64),
 }
 
 
