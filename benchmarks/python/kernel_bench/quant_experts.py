@@ -45,8 +45,8 @@ SCHEMES = {
     "int8": Scheme(ops.WeightScheme.INT8, torch.int8, "int8"),
     "int4": Scheme(ops.WeightScheme.INT4, None, "bfloat16", 128),
 }
-#: Models and tokens of the schemes that are not timed with all: nothing is kept in 4 bits of
-#: DiffusionGemma, and int8 has portable kernels alone.
+#: Models and tokens of the schemes that are not timed with all: experts of DiffusionGemma are 704
+#: wide, which groups of 128 do not divide, and int8 has portable kernels alone.
 SOME = {
     "int8": {"LLaDA2-mini": (4, 32)},
     "int4": {model.name: model.tokens for model in MODELS if model.name != "DiffusionGemma"},
