@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import shutil
 import subprocess
@@ -13,20 +14,27 @@ import pytest
 import diffulex_ext
 
 
-def _functions(kernel: str) -> dict[str, str]:
-    """Disassembly of the sm_90a kernels of that name in the op library, by mangled name."""
+@functools.cache
+def _listing() -> str:
+    """Of all sm_90a kernels in the op library; nothing where it cannot be made."""
     tool = shutil.which("cuobjdump")
     library = Path(diffulex_ext.__file__).parent / "libdiffulex_ops.so"
     if tool is None or not library.is_file():
-        pytest.skip("needs cuobjdump and the op library")
-    listing = subprocess.run(
+        return ""
+    return subprocess.run(
         [tool, "--dump-sass", "--gpu-architecture", "sm_90a", str(library)],
         capture_output=True,
         text=True,
         check=False,
     ).stdout
+
+
+def _functions(kernel: str) -> dict[str, str]:
+    """Disassembly of the sm_90a kernels of that name in the op library, by mangled name."""
+    if not _listing():
+        pytest.skip("needs cuobjdump and the op library")
     functions = {}
-    for part in listing.split("Function : ")[1:]:
+    for part in _listing().split("Function : ")[1:]:
         name, _, body = part.partition("\n")
         if "sm90" in name and kernel in name:
             functions[name.strip()] = body
@@ -35,7 +43,24 @@ def _functions(kernel: str) -> dict[str, str]:
     return functions
 
 
+# What kernels have in their names whose operands are e4m3 codes: dense products and experts.
+_OF_E4M3 = ("MoeScaledTraits", "scaled_linear_kernel", "many_rows_kernel")
 _COPIES = re.compile(r"UTMALDG|UBLKCP|SYNCS\.ARRIVE")
+
+
+def _loops_of_products(body: str) -> list[list[str]]:
+    """The instructions of the shortest loop around each product of tensor cores, where there is one."""
+    lines = re.findall(r"/\*([0-9a-f]{4,})\*/\s+([^;]+);", body)
+    places = {int(address, 16): index for index, (address, _) in enumerate(lines)}
+    spans = []
+    for last, (_, text) in enumerate(lines):
+        target = re.search(r"\bBRA\b.*?0x([0-9a-f]+)", text)
+        if target is not None and (first := places[int(target[1], 16)]) < last:
+            spans.append((first, last))
+    products = [index for index, (_, text) in enumerate(lines) if re.search(r"[HQ]GMMA", text)]
+    around = [[span for span in spans if span[0] <= at <= span[1]] for at in products]
+    shortest = {min(found, key=lambda span: span[1] - span[0]) for found in around if found}
+    return [[text for _, text in lines[first : last + 1]] for first, last in sorted(shortest)]
 
 
 def _loops_over_lanes(body: str) -> list[str]:
@@ -58,11 +83,20 @@ def _loops_over_lanes(body: str) -> list[str]:
 )
 def test_products_use_the_tensor_cores_and_the_copy_engine(kernel: str) -> None:
     for name, body in _functions(kernel).items():
-        # Of 16 bits, or of e4m3 codes.
-        assert "HGMMA" in body or "QGMMA" in body, name
+        own, other = ("HGMMA", "QGMMA")
+        if any(part in name for part in _OF_E4M3):
+            own, other = other, own
+        assert own in body, name
+        assert other not in body, name
         assert "UTMALDG" in body, name
         # Copies from several lanes become a loop over lanes, a hundred cycles each.
         assert not [loop for loop in _loops_over_lanes(body) if _COPIES.search(loop)], name
+
+
+@pytest.mark.slow
+def test_experts_of_codes_are_among_the_kernels() -> None:
+    """Or else the test above would hold without a product of e4m3 experts."""
+    assert any("MoeScaledTraits" in name for name in _functions("moe_kernel"))
 
 
 @pytest.mark.slow
@@ -112,3 +146,14 @@ def test_nothing_of_weight_lives_in_local_memory(kernel: str) -> None:
     for name, body in _functions(kernel).items():
         accesses = re.findall(r"\b(?:STL|LDL)\b.*", body)
         assert len(accesses) <= _MOST_LOCAL_ACCESSES, f"{name}: {len(accesses)}, {accesses[:3]}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kernel", ["many_rows_kernel", "scaled_linear_kernel", "moe_kernel"])
+def test_loops_of_products_are_in_registers(kernel: str) -> None:
+    """Where a kernel keeps words between its tiles in local memory, the loop over the depth has none."""
+    for name, body in _functions(kernel).items():
+        loops = _loops_of_products(body)
+        assert loops, name
+        for loop in loops:
+            assert not [text for text in loop if re.search(r"\b(?:STL|LDL)\b", text)], name
