@@ -10,6 +10,7 @@ from functools import partial
 import torch
 from torch.nn import functional
 
+from cuda_streams import check_streams
 from diffulex import ops
 
 ACTIVATIONS: dict[ops.Activation, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -149,3 +150,35 @@ class ExpertLayer:
             graph.replay()
             assert torch.equal(found.view(torch.int16), want.view(torch.int16))
         return found
+
+    def check_two_streams(self, tokens: int, top_k: int) -> None:
+        """Layer upon layer on two streams at once, each with rows, routes and scratch of its own.
+
+        The first rows are added to those of every layer, or else eight of them would make almost zeros.
+        """
+
+        def chain(count: int) -> Callable[[], torch.Tensor]:
+            first = normal(count, self.w2.shape[1]).bfloat16()
+            weights, ids = routes(count, self.w13.shape[0], top_k)
+            weights /= weights.sum(1, keepdim=True)
+            space = ops.new_fused_moe_workspace(first, top_k, self.w13)
+
+            def work() -> torch.Tensor:
+                rows = first
+                for _ in range(8):
+                    rows = ops.fused_moe(
+                        rows,
+                        self.w13,
+                        self.w2,
+                        weights,
+                        ids,
+                        w13_scale=self.w13_scale,
+                        w2_scale=self.w2_scale,
+                        addend=first,
+                        workspace=space,
+                    )
+                return rows
+
+            return work
+
+        check_streams([chain(tokens), chain(tokens + 1)])

@@ -217,6 +217,12 @@ def test_layers_of_a_captured_graph(dtype: torch.dtype) -> None:
         layer.check_captured_chain(rows_of(tokens, 1024, dtype), 4)
 
 
+@pytest.mark.cuda
+@pytest.mark.parametrize("tokens", [8, 400])
+def test_layers_of_two_streams(tokens: int) -> None:
+    NibbleLayer.random(16, 1024, 512, 128, 64).check_two_streams(tokens, 4)
+
+
 ERRORS: list[tuple[str, Callable[[torch.Tensor], torch.Tensor], str]] = [
     ("w13", lambda w: w[..., :-1], "w13: expected shape"),
     ("w13", lambda w: w[:, :-2], "w13: expected gate and up rows of an even expert width"),

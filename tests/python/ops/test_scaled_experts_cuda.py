@@ -51,7 +51,8 @@ class ScaledLayer(ExpertLayer):
             return ops.quantize_weight(normal(rows, depth, seed=seed) * depth**-0.5, scheme)
 
         def stack(experts: list[torch.Tensor]) -> torch.Tensor:
-            return surrounded(torch.stack(experts), 0x7F).view(E4M3)  # between NaN
+            dtype = torch.int8 if scheme == WeightScheme.INT8 else E4M3
+            return surrounded(torch.stack(experts), 0x7F).view(dtype)  # between NaN
 
         both = [
             [matrix(width, hidden, 2 * expert + half) for half in (0, 1)]
@@ -222,3 +223,9 @@ def test_layers_of_a_captured_graph(scheme: WeightScheme) -> None:
     for tokens in (8, 40, 400):
         found = layer.check_captured_chain(normal(tokens, 1024).bfloat16(), 4)
         assert not found.isnan().any()
+
+
+@pytest.mark.parametrize("scheme", [WeightScheme.FP8, WeightScheme.FP8_BLOCK, WeightScheme.INT8])
+@pytest.mark.parametrize("tokens", [8, 400])
+def test_layers_of_two_streams(scheme: WeightScheme, tokens: int) -> None:
+    ScaledLayer.random(scheme, 16, 1024, 512).check_two_streams(tokens, 4)
