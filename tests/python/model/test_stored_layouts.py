@@ -10,13 +10,19 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from diffulex import Diffulex, SamplingParams
 from diffulex.checkpoint.auto_model import detect, load_model
-from diffulex.checkpoint.loader import weight_table_of
+from diffulex.checkpoint.loader import find_stored, weight_table_of
+from diffulex.config.config import Config
+from diffulex.config.types import ModelFacts
 from diffulex.quantization.layers import StoredQuantizer
-from diffulex.quantization.weights import QuantizedWeight
+from diffulex.quantization.weights import QuantizedExperts, QuantizedWeight
 from fixtures.checkpoints import CheckpointBuilder, tiny_config
+from fixtures.gemma import GemmaOracle, rewrite
 from fixtures.moe_families import moe_builder, moe_config
+from fixtures.paged_batch import CAUSAL, FULL, PagedRunner, Rows
 from fixtures.quantized import FORMATS, read_tensors, rows_by_product
+from fixtures.twins import Record, replace_weights
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -69,6 +75,90 @@ def test_tied_heads_are_the_embedding(tmp_path, name: str, has_head: bool) -> No
     head = model.head.weight
     assert head.data_ptr() == table["model.embed_tokens.weight"].data_ptr()
     assert all(isinstance(layer.mlp.down.format, QuantizedWeight) for layer in model.layers)
+
+
+def split_experts(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """A tensor for each projection of an expert, in place of stacks."""
+    split: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors.items():
+        prefix, dot, last = name.rpartition(".experts.")
+        if not dot:
+            split[name] = tensor
+            continue
+        for expert, matrix in enumerate(tensor):
+            parts = {"down": matrix}
+            if last == "gate_up_proj":
+                parts = dict(zip(("gate", "up"), matrix.chunk(2), strict=True))
+            for part, rows in parts.items():
+                split[f"{prefix}.experts.{expert}.{part}_proj.weight"] = rows
+    return split
+
+
+def gemma_engine(directory: Path, quantization: str) -> Diffulex:
+    name, spec, info = detect(directory)
+    model = load(directory, as_stored=quantization != "none")
+    settings = {"device": "cpu", "dtype": "float32", "quantization": quantization}
+    settings |= {"max_model_len": 64, "num_pages": 64, "page_size": 8}
+    facts = ModelFacts(name, directory, spec, info.engine_defaults)
+    return Diffulex.from_components(
+        Config.resolve(str(directory), facts, settings), model, tokenizer=None
+    )
+
+
+def canvas_logits(model: Any) -> torch.Tensor:
+    """Of the rows of a prompt, and of a canvas behind it."""
+    runner = PagedRunner(model, 6)
+    sequence = runner.sequence([30, 2, 64, 8, 20, 50, 41, 33, 12, 5, 6, 7, 5, 90, 11])
+    prompt = runner.forward([Rows(sequence, 9, should_store=True, mask_kind=CAUSAL)])
+    rows = Rows(sequence, 15, should_store=False, mask_kind=FULL)
+    canvas = runner.forward([rows], row_pass_kind=torch.ones(6, dtype=torch.uint8))
+    return torch.cat([*prompt, *canvas]).double()
+
+
+@pytest.mark.parametrize(("name", "scheme"), [("ct_fp8_channel", "fp8"), ("ct_int8", "int8")])
+def test_diffusion_gemma_of_one_tensor_for_each_expert(
+    tmp_path, monkeypatch: pytest.MonkeyPatch, name: str, scheme: str
+) -> None:
+    """As published in e4m3 and in int8 of rows: attention, dense blocks and every expert are codes, the
+    self-conditioning, routers and embeddings values. Forwards are those of dequantised operands."""
+    stored, plain = tmp_path / "stored", tmp_path / "plain"
+    for directory in (stored, plain):
+        rewrite(directory, split_experts(GemmaOracle(moe_intermediate_size=48).write(directory)))
+    meant = FORMATS[name].write(stored)
+    rewrite(plain, meant)
+    coded = {key.removesuffix("_scale") for key in read_tensors(stored) if key.endswith("_scale")}
+    coded = {key for key in coded if key.endswith("weight")}
+    # Per layer o and three of the dense block, 24 of the experts, and q, k and, where it is sliding, v.
+    assert len(coded) == 3 * (1 + 3 + 24) + 2 * 3 + 2
+    assert not [key for key in coded if "self_cond" in key or "router" in key or "embed" in key]
+    dense = load(stored, as_stored=False)
+    embedding = meant["model.decoder.embed_tokens.weight"]
+    for key, target in weight_table_of(dense, find_stored(dense, stored)).items():
+        assert torch.equal(target, embedding if key == "lm_head.weight" else meant[key]), key
+    model = load(stored)
+    for layer, values in zip(model.decoder_layers, dense.decoder_layers, strict=True):
+        experts, both = layer.experts.matrices, values.experts
+        assert isinstance(experts, QuantizedExperts)
+        for held, rows in ((experts.w13, both.w13), (experts.w2, both.w2)):
+            found = torch.stack([rows_by_product(weight) for weight in held])
+            assert torch.allclose(found, rows, rtol=2e-6, atol=0)
+    params = SamplingParams(temperature=0.0, max_tokens=18, seed=1, ignore_eos=True)
+
+    def tokens(engine: Diffulex) -> list[list[int]]:
+        prompts = [[7, 9, 11], [30, 2, 64, 8, 20, 50, 41, 33, 12], [77]]
+        outputs = engine.generate(prompts, params, summary=False)
+        return [list(output.token_ids) for output in outputs]
+
+    with gemma_engine(stored, "none") as values, gemma_engine(plain, "none") as other:
+        assert tokens(values) == tokens(other)
+    with gemma_engine(stored, scheme) as engine:
+        assert [len(answer) for answer in tokens(engine)] == [18] * 3
+    record = Record(monkeypatch)
+    found = canvas_logits(model)
+    num_dense, layers = replace_weights(model, record)
+    assert (num_dense, len(layers)) == (3 * 4, 3)
+    want = canvas_logits(model)
+    assert (found - want).norm() <= 1e-5 * want.norm()
 
 
 @pytest.mark.slow
