@@ -41,6 +41,8 @@ set(DIFFULEX_CUDA_PORTABLE_SOURCES
   csrc/ops/quant/dequantize_cuda.cu
   csrc/ops/quant/products_cuda.cu
   csrc/ops/quant/quantize_cuda.cu
+  csrc/ops/quant/scaled_e4m3.cu
+  csrc/ops/quant/scaled_int8.cu
   csrc/ops/rope/rope_cuda.cu
   csrc/ops/rope/stream.cu
   csrc/ops/sampling/merge_token_stats_cuda.cu

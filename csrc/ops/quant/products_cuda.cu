@@ -9,7 +9,6 @@
 #include "ops/quant/nibble_tile.cuh"
 #include "ops/quant/scaled_experts.h"
 #include "ops/quant/scaled_product.h"
-#include "ops/quant/scaled_tile.cuh"
 #include "ops/shared/cuda/launch.cuh"
 
 namespace diffulex::cuda {
@@ -17,32 +16,6 @@ namespace {
 
 constexpr const char* kScaled = "diffulex::linear_scaled";
 constexpr const char* kNibbles = "diffulex::linear_w4a16";
-/// Rows of x up to which a tile of 16 is enough.
-constexpr int64_t kShortRows = 16;
-constexpr int64_t kTallRows = 64;
-
-/// Whether codes come in runs of 16 bytes.
-bool is_wide_call(const ScaledArgs& args) {
-  return args.depth % 16 == 0 && args.x_stride % 16 == 0 && args.weight_stride % 16 == 0 &&
-         args.experts.weight_stride % 16 == 0 && is_aligned16(args.x) && is_aligned16(args.weight);
-}
-
-template <typename T, typename Sum>
-Status launch_tiles(const char* where, const ScaledArgs& args, int64_t height, int64_t max_tiles,
-                    cudaStream_t stream) {
-  const bool is_wide = is_wide_call(args);
-  const int64_t columns = args.act < 0 ? kScaledWeightRows : kScaledWeightRows / 2;
-  const auto grid = static_cast<unsigned>(max_tiles * ceil_div(args.width, columns));
-  const auto tiles = static_cast<int32_t>(max_tiles);
-  if (height == kShortRows) {
-    is_wide ? scaled_kernel<T, Sum, 1, true><<<grid, kScaledThreads, 0, stream>>>(args, tiles)
-            : scaled_kernel<T, Sum, 1, false><<<grid, kScaledThreads, 0, stream>>>(args, tiles);
-  } else {
-    is_wide ? scaled_kernel<T, Sum, 4, true><<<grid, kScaledThreads, 0, stream>>>(args, tiles)
-            : scaled_kernel<T, Sum, 4, false><<<grid, kScaledThreads, 0, stream>>>(args, tiles);
-  }
-  return check_launch(where);
-}
 
 ScaledArgs scaled_args(const LinearScaledParams& params) {
   ScaledArgs args{};
@@ -118,16 +91,6 @@ Status check_row_major(const char* op, const TensorRef& weight) {
 
 }  // namespace
 
-Status launch_scaled_tiles(const char* where, const ScaledArgs& args, DType codes, DType out,
-                           int64_t height, int64_t max_tiles, const ExecContext& context) {
-  return dispatch_dtype(where, out, [&](auto tag) {
-    using T = typename decltype(tag)::type;
-    const cudaStream_t stream = stream_of(context);
-    return codes == DType::kI8 ? launch_tiles<T, int32_t>(where, args, height, max_tiles, stream)
-                               : launch_tiles<T, float>(where, args, height, max_tiles, stream);
-  });
-}
-
 Status linear_scaled(const LinearScaledParams& params, const ExecContext& context) {
   DeviceGuard guard(context);
   DIFFULEX_RETURN_IF_ERROR(guard.status(kScaled));
@@ -135,7 +98,10 @@ Status linear_scaled(const LinearScaledParams& params, const ExecContext& contex
   if (has_wgmma_product(params, context.device_index)) {
     return launch_wgmma_product(params, context);
   }
-  const int64_t height = params.x.size[0] <= kShortRows ? kShortRows : kTallRows;
+  int64_t height = params.x.size[0] <= kScaledMiddleRows ? kScaledMiddleRows : kScaledTallRows;
+  if (params.x.size[0] <= kScaledShortRows) {
+    height = kScaledShortRows;
+  }
   return launch_scaled_tiles(kScaled, scaled_args(params), params.x.dtype, params.out.dtype, height,
                              ceil_div(params.x.size[0], height), context);
 }
@@ -155,8 +121,8 @@ Status linear_w4a16(const LinearW4a16Params& params, const ExecContext& context)
   return dispatch_dtype(kNibbles, params.out.dtype, [&](auto out_tag) {
     using Out = typename decltype(out_tag)::type;
     if (is_regular(params)) {
-      args.num_rows <= kShortRows ? launch_nibbles<Out, 1>(args, stream_of(context))
-                                  : launch_nibbles<Out, 4>(args, stream_of(context));
+      args.num_rows <= kScaledShortRows ? launch_nibbles<Out, 1>(args, stream_of(context))
+                                        : launch_nibbles<Out, 4>(args, stream_of(context));
       return check_launch(kNibbles);
     }
     return dispatch_dtype(kNibbles, params.x.dtype, [&](auto tag) {
@@ -166,29 +132,17 @@ Status linear_w4a16(const LinearW4a16Params& params, const ExecContext& context)
   });
 }
 
-namespace {
-
-template <typename T, typename Sum>
-Status touch_scaled() {
-  DIFFULEX_RETURN_IF_ERROR(touch_kernel(kScaled, scaled_kernel<T, Sum, 1, true>));
-  DIFFULEX_RETURN_IF_ERROR(touch_kernel(kScaled, scaled_kernel<T, Sum, 1, false>));
-  DIFFULEX_RETURN_IF_ERROR(touch_kernel(kScaled, scaled_kernel<T, Sum, 4, true>));
-  return touch_kernel(kScaled, scaled_kernel<T, Sum, 4, false>);
-}
-
-}  // namespace
-
 Status prepare_quantized_products(const ExecContext& context) {
-  DIFFULEX_RETURN_IF_ERROR(for_each_dtype(kScaled, [](auto tag) {
+  DIFFULEX_RETURN_IF_ERROR(for_each_dtype(kNibbles, [](auto tag) {
     using T = typename decltype(tag)::type;
-    DIFFULEX_RETURN_IF_ERROR((touch_scaled<T, float>()));
-    DIFFULEX_RETURN_IF_ERROR((touch_scaled<T, int32_t>()));
     DIFFULEX_RETURN_IF_ERROR(touch_kernel(kNibbles, nibble_kernel<T, 1>));
     DIFFULEX_RETURN_IF_ERROR(touch_kernel(kNibbles, nibble_kernel<T, 4>));
     return for_each_dtype(kNibbles, [](auto x_tag) {
       return touch_kernel(kNibbles, plain_nibble_kernel<typename decltype(x_tag)::type, T>);
     });
   }));
+  DIFFULEX_RETURN_IF_ERROR(prepare_scaled_e4m3(context.device_index));
+  DIFFULEX_RETURN_IF_ERROR(prepare_scaled_int8(context.device_index));
   DIFFULEX_RETURN_IF_ERROR(prepare_nibble_tiles(context.device_index));
   return prepare_wgmma_product(context.device_index);
 }

@@ -4,9 +4,11 @@
 // The portable product of rows and a weight of 8 bits on the tensor cores of the sm_80 class. e4m3
 // codes are widened to float16, which holds them exactly; int8 codes are multiplied as they are.
 //
-//   CTA    16 or 64 rows of x times 64 rows of W; four warps with 16 rows of W each
+//   CTA    16, 32 or 64 rows of x times 64 rows of W; four warps with 16 rows of W each
 //   step   128 columns: the codes of one scale, then their product goes to the float32 sums
-//   depth  two steps are in shared memory, the next one on its way
+//   depth  two steps are in shared memory, the next one on its way; or as many as fit devices of
+//          99 KiB, where few CTAs would leave the memory idle. With few rows the scales of a step
+//          are read a step ahead
 //
 // With an activation the rows of W of a warp are eight of gate and the eight of up that match.
 
@@ -26,6 +28,12 @@ inline constexpr int kScaledWeightRows = 64;
 inline constexpr int kScaledStep = 128;  // bytes, and columns
 /// Padded so that eight rows lie in different banks.
 inline constexpr int kScaledLine = kScaledStep + 16;
+inline constexpr int kScaledShallow = 2;  // steps in shared memory
+
+template <int kTiles>
+inline constexpr int kScaledStageBytes = (16 * kTiles + kScaledWeightRows) * kScaledLine;
+template <int kTiles>
+inline constexpr int kScaledDeep = 92 * 1024 / kScaledStageBytes<kTiles>;
 
 /// mma.m16n8k32 (PTX 7.0, sm_80) of int8: c += a b, exact.
 __device__ __forceinline__ void mma_16832(int32_t (&c)[4], const uint32_t (&a)[4], uint32_t b0,
@@ -65,7 +73,6 @@ template <int kTiles, bool kIsWide>
 class ScaledLoader final {
  public:
   static constexpr int kRows = 16 * kTiles;
-  static constexpr int kStageBytes = (kRows + kScaledWeightRows) * kScaledLine;
 
   __device__ __forceinline__ ScaledLoader(const ScaledArgs& args, const ScaledPlace& place,
                                           int32_t column)
@@ -219,23 +226,41 @@ class ScaledSums final {
 #pragma unroll
     for (int i = 0; i < 2 * kTiles; ++i) {
       const int32_t row = row_ + 8 * i;
-      sources_[i] =
-          row < place.count ? ScaledLoader<kTiles, true>::source_row(args, place.first + row) : -1;
+      sources_[i] = row < place.count ? static_cast<int32_t>(ScaledLoader<kTiles, true>::source_row(
+                                            args, place.first + row))
+                                      : -1;
+    }
+  }
+
+  /// What the products of a block are multiplied by: of rows of x, and of rows of W.
+  struct Scales final {
+    float rows[2 * kTiles];
+    float weights[2][2];
+  };
+
+  /// Asks for those of a block.
+  __device__ __forceinline__ void read(int32_t block, Scales& scales) const {
+    const float* x_scale = args_.x_scale + block * args_.x_scale_stride;
+#pragma unroll
+    for (int i = 0; i < 2 * kTiles; ++i) {
+      scales.rows[i] = sources_[i] < 0 ? 0.0F : x_scale[sources_[i]];
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      scales.weights[i / 2][i % 2] =
+          args_.block_stride != 0 ? block_scale(i / 2, i % 2, block) : 1.0F;
     }
   }
 
   template <typename Sum>
-  __device__ __forceinline__ void add(const Sum (&products)[kTiles][2][4], int32_t block) {
-    const float* x_scale = args_.x_scale + block * args_.x_scale_stride;
+  __device__ __forceinline__ void add(const Sum (&products)[kTiles][2][4], const Scales& scales) {
 #pragma unroll
     for (int side = 0; side < 2; ++side) {
 #pragma unroll
       for (int next = 0; next < 2; ++next) {
-        const bool has_blocks = args_.block_stride != 0;
-        const float weight = has_blocks ? block_scale(side, next, block) : 1.0F;
 #pragma unroll
         for (int i = 0; i < 2 * kTiles; ++i) {
-          const float factor = __fmul_rn(sources_[i] < 0 ? 0.0F : x_scale[sources_[i]], weight);
+          const float factor = __fmul_rn(scales.rows[i], scales.weights[side][next]);
           float& sum = sums_[i / 2][side][i % 2 * 2 + next];
           sum = fmaf(factor, static_cast<float>(products[i / 2][side][i % 2 * 2 + next]), sum);
         }
@@ -318,16 +343,17 @@ class ScaledSums final {
   const int32_t row_;
   const float* scale_;
   int32_t column_;
-  int64_t sources_[2 * kTiles];
+  int32_t sources_[2 * kTiles];
   float sums_[kTiles][2][4] = {};
 };
 
 /// Sum is float for e4m3 and int32_t for int8. CTAs of neighbouring rows of x follow each other.
-template <typename T, typename Sum, int kTiles, bool kIsWide>
+template <typename T, typename Sum, int kTiles, bool kIsWide, int kStages>
 __global__ void __launch_bounds__(kScaledThreads)
     scaled_kernel(const __grid_constant__ ScaledArgs args, int32_t row_tiles) {
   using Loader = ScaledLoader<kTiles, kIsWide>;
-  __shared__ __align__(16) uint8_t stages[2][Loader::kStageBytes];
+  constexpr int kStageBytes = kScaledStageBytes<kTiles>;
+  extern __shared__ __align__(16) uint8_t stages[];
   const auto index = static_cast<int32_t>(blockIdx.x) % row_tiles;
   const int32_t column = static_cast<int32_t>(blockIdx.x) / row_tiles *
                          (args.act < 0 ? kScaledWeightRows : kScaledWeightRows / 2);
@@ -340,19 +366,38 @@ __global__ void __launch_bounds__(kScaledThreads)
   const int lane_row = static_cast<int>(threadIdx.x) % 32 / 4;
   const int warp = static_cast<int>(threadIdx.x) / 32;
   const int32_t num_steps = (args.depth + kScaledStep - 1) / kScaledStep;
-  loader.load(stages[0], 0);
-  for (int32_t step = 0; step < num_steps; ++step) {
-    ptx::cp_async_wait<0>();
-    __syncthreads();
-    if (step + 1 < num_steps) {
-      loader.load(stages[(step + 1) % 2], (step + 1) * kScaledStep);
+  // A group of copies for every step, also past the last.
+  const auto load = [&](int32_t step) {
+    if (step < num_steps) {
+      loader.load(stages + step % kStages * kStageBytes, step * kScaledStep);
+    } else {
+      ptx::cp_async_commit();
     }
-    const uint8_t* rows = stages[step % 2] + lane_row * kScaledLine;
-    const uint8_t* weights =
-        stages[step % 2] + (Loader::kRows + warp * 16 + lane_row) * kScaledLine;
+  };
+#pragma unroll
+  for (int step = 0; step < kStages - 1; ++step) {
+    load(step);
+  }
+  constexpr bool kReadsAhead = kTiles < 4;  // registers do not hold the scales of two steps
+  typename ScaledSums<kTiles>::Scales scales;
+  sums.read(0, scales);
+  for (int32_t step = 0; step < num_steps; ++step) {
+    ptx::cp_async_wait<kStages - 2>();
+    __syncthreads();
+    load(step + kStages - 1);
+    if (!kReadsAhead && step > 0) {
+      sums.read(step, scales);
+    }
+    typename ScaledSums<kTiles>::Scales next = scales;
+    if (kReadsAhead && step + 1 < num_steps) {
+      sums.read(step + 1, next);
+    }
+    const uint8_t* stage = stages + step % kStages * kStageBytes;
     Sum products[kTiles][2][4] = {};
-    multiply_step<kTiles>(rows, weights, products);
-    sums.add(products, step);
+    multiply_step<kTiles>(stage + lane_row * kScaledLine,
+                          stage + (Loader::kRows + warp * 16 + lane_row) * kScaledLine, products);
+    sums.add(products, scales);
+    scales = next;
   }
   sums.template store<T>();
 }
