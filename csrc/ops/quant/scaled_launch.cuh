@@ -32,8 +32,8 @@ struct ScaledLaunch final {
                     const ExecContext& context) {
     DIFFULEX_RETURN_IF_ERROR(prepare(where, context.device_index));
     scaled_kernel<T, Sum, kTiles, kIsWide, kStages>
-        <<<grid, kScaledThreads, kBytes, stream_of(context)>>>(args,
-                                                               static_cast<int32_t>(max_tiles));
+        <<<grid, kScaledCtaThreads<kTiles>, kBytes, stream_of(context)>>>(
+            args, static_cast<int32_t>(max_tiles));
     return check_launch(where);
   }
 };

@@ -4,10 +4,11 @@
 // The portable product of rows and a weight of 8 bits on the tensor cores of the sm_80 class. e4m3
 // codes are widened to float16, which holds them exactly; int8 codes are multiplied as they are.
 //
-//   CTA    16, 32 or 64 rows of x times 64 rows of W; four warps with 16 rows of W each
+//   CTA    16, 32 or 64 rows of x times 64 rows of W; four warps with 16 rows of W each, or two
+//          times four, each four with a half of the rows of x
 //   step   128 columns: the codes of one scale, then their product goes to the float32 sums
 //   depth  two steps are in shared memory, the next one on its way; or as many as fit devices of
-//          99 KiB, where few CTAs would leave the memory idle. With few rows the scales of a step
+//          99 KiB, where few CTAs would leave the memory idle. The scales of a step
 //          are read a step ahead
 //
 // With an activation the rows of W of a warp are eight of gate and the eight of up that match.
@@ -29,6 +30,12 @@ inline constexpr int kScaledStep = 128;  // bytes, and columns
 /// Padded so that eight rows lie in different banks.
 inline constexpr int kScaledLine = kScaledStep + 16;
 inline constexpr int kScaledShallow = 2;  // steps in shared memory
+
+/// Parts of the rows of x of a CTA; each has four warps.
+template <int kTiles>
+inline constexpr int kScaledParts = kTiles > 1 ? 2 : 1;
+template <int kTiles>
+inline constexpr int kScaledCtaThreads = kScaledThreads * kScaledParts<kTiles>;
 
 template <int kTiles>
 inline constexpr int kScaledStageBytes = (16 * kTiles + kScaledWeightRows) * kScaledLine;
@@ -73,13 +80,14 @@ template <int kTiles, bool kIsWide>
 class ScaledLoader final {
  public:
   static constexpr int kRows = 16 * kTiles;
+  static constexpr int kThreads = kScaledCtaThreads<kTiles>;
 
   __device__ __forceinline__ ScaledLoader(const ScaledArgs& args, const ScaledPlace& place,
                                           int32_t column)
       : depth_(args.depth) {
 #pragma unroll
     for (int i = 0; i < kRowChunks; ++i) {
-      const int32_t row = (i * kScaledThreads + static_cast<int32_t>(threadIdx.x)) / 8;
+      const int32_t row = (i * kThreads + static_cast<int32_t>(threadIdx.x)) / 8;
       rows_[i] = nullptr;
       if (row < kRows && row < place.count) {
         rows_[i] = args.x + source_row(args, place.first + row) * args.x_stride;
@@ -88,7 +96,7 @@ class ScaledLoader final {
     const uint8_t* weight = args.weight + place.expert * args.experts.weight_stride;
 #pragma unroll
     for (int i = 0; i < kWeightChunks; ++i) {
-      const int32_t row = (i * kScaledThreads + static_cast<int32_t>(threadIdx.x)) / 8;
+      const int32_t row = (i * kThreads + static_cast<int32_t>(threadIdx.x)) / 8;
       const int32_t source = weight_row(args, column, row);
       weights_[i] = source < 0 ? nullptr : weight + source * args.weight_stride;
     }
@@ -114,7 +122,7 @@ class ScaledLoader final {
   __device__ __forceinline__ void load(uint8_t* stage, int32_t start) const {
 #pragma unroll
     for (int i = 0; i < kRowChunks; ++i) {
-      const int chunk = i * kScaledThreads + static_cast<int>(threadIdx.x);
+      const int chunk = i * kThreads + static_cast<int>(threadIdx.x);
       if (chunk / 8 < kRows) {
         copy(stage + chunk / 8 * kScaledLine + chunk % 8 * 16, rows_[i], start + chunk % 8 * 16);
       }
@@ -122,15 +130,15 @@ class ScaledLoader final {
     uint8_t* weights = stage + kRows * kScaledLine;
 #pragma unroll
     for (int i = 0; i < kWeightChunks; ++i) {
-      const int chunk = i * kScaledThreads + static_cast<int>(threadIdx.x);
+      const int chunk = i * kThreads + static_cast<int>(threadIdx.x);
       copy(weights + chunk / 8 * kScaledLine + chunk % 8 * 16, weights_[i], start + chunk % 8 * 16);
     }
     ptx::cp_async_commit();
   }
 
  private:
-  static constexpr int kRowChunks = (kRows * 8 + kScaledThreads - 1) / kScaledThreads;
-  static constexpr int kWeightChunks = kScaledWeightRows * 8 / kScaledThreads;
+  static constexpr int kRowChunks = (kRows * 8 + kThreads - 1) / kThreads;
+  static constexpr int kWeightChunks = kScaledWeightRows * 8 / kThreads;
 
   /// 16 codes of a row, 0 past its end. A valid address is read from in any case.
   __device__ __forceinline__ void copy(uint8_t* target, const uint8_t* row, int32_t column) const {
@@ -155,62 +163,65 @@ class ScaledLoader final {
   int32_t depth_;
 };
 
-/// Four codes of a line: those of step `step` of 16 columns that this lane multiplies. Which lane
-/// has which column is free, as x and W agree.
-__device__ __forceinline__ uint32_t scaled_word(const uint8_t* line, int step) {
-  return *reinterpret_cast<const uint32_t*>(line + 16 * step + threadIdx.x % 4 * 4);
+/// Where a lane reads the matrices of eight rows and 16 columns that make the operands of 32
+/// columns: of x the rows above and below, then those of the next 16 columns; of W both columns of
+/// its first eight rows, then of the others. Which lane has which column is free, as x and W agree.
+struct ScaledLane final {
+  uint32_t rows;
+  uint32_t weights;
+
+  __device__ __forceinline__ ScaledLane(uint32_t first_row, uint32_t first_weight) {
+    const uint32_t matrix = threadIdx.x % 32 / 8;
+    const uint32_t row = threadIdx.x % 8;
+    rows = first_row + (matrix % 2 * 8 + row) * kScaledLine + matrix / 2 * 16;
+    weights = first_weight + (matrix / 2 * 8 + row) * kScaledLine + matrix % 2 * 16;
+  }
+};
+
+/// Sixteen of the 32 columns.
+__device__ __forceinline__ void multiply_half(float (&c)[2][4], const uint32_t (&a)[4],
+                                              const uint32_t (&b)[4], int half) {
+  const uint32_t above = a[2 * half];
+  const uint32_t below = a[2 * half + 1];
+  const uint32_t left[4] = {e4m3_pair(above & 0xFFFFU), e4m3_pair(below & 0xFFFFU),
+                            e4m3_pair(above >> 16), e4m3_pair(below >> 16)};
+#pragma unroll
+  for (int side = 0; side < 2; ++side) {
+    const uint32_t word = b[2 * side + half];
+    ptx::mma_16816<__half>(c[side], left, e4m3_pair(word & 0xFFFFU), e4m3_pair(word >> 16));
+  }
 }
 
-/// The products of the codes of one step: c[tile of x][gate or up, or left or right][4].
-template <int kTiles>
-__device__ __forceinline__ void multiply_step(const uint8_t* rows, const uint8_t* weights,
-                                              float (&c)[kTiles][2][4]) {
+/// The products of 32 columns: c[gate or up, or left or right].
+__device__ __forceinline__ void multiply_columns(float (&c)[2][4], const uint32_t (&a)[4],
+                                                 const uint32_t (&b)[4]) {
+  multiply_half(c, a, b, 0);
+  multiply_half(c, a, b, 1);
+}
+__device__ __forceinline__ void multiply_columns(int32_t (&c)[2][4], const uint32_t (&a)[4],
+                                                 const uint32_t (&b)[4]) {
+  mma_16832(c[0], a, b[0], b[1]);
+  mma_16832(c[1], a, b[2], b[3]);
+}
+
+/// The products of the codes of one step, of each tile of x of a warp.
+template <typename Sum, int kTiles>
+__device__ __forceinline__ void multiply_step(const ScaledLane& lane, Sum (&c)[kTiles][2][4]) {
 #pragma unroll
-  for (int step = 0; step < kScaledStep / 16; ++step) {
-    uint32_t b[2][2];
-#pragma unroll
-    for (int side = 0; side < 2; ++side) {
-      const uint32_t word = scaled_word(weights + side * 8 * kScaledLine, step);
-      b[side][0] = e4m3_pair(word & 0xFFFFU);
-      b[side][1] = e4m3_pair(word >> 16);
-    }
+  for (int start = 0; start < kScaledStep; start += 32) {
+    uint32_t b[4];
+    ptx::ldmatrix_x4(b, lane.weights + start);
 #pragma unroll
     for (int tile = 0; tile < kTiles; ++tile) {
-      const uint32_t above = scaled_word(rows + tile * 16 * kScaledLine, step);
-      const uint32_t below = scaled_word(rows + (tile * 16 + 8) * kScaledLine, step);
-      const uint32_t a[4] = {e4m3_pair(above & 0xFFFFU), e4m3_pair(below & 0xFFFFU),
-                             e4m3_pair(above >> 16), e4m3_pair(below >> 16)};
-      ptx::mma_16816<__half>(c[tile][0], a, b[0][0], b[0][1]);
-      ptx::mma_16816<__half>(c[tile][1], a, b[1][0], b[1][1]);
+      uint32_t a[4];
+      ptx::ldmatrix_x4(a, lane.rows + tile * 16 * kScaledLine + start);
+      multiply_columns(c[tile], a, b);
     }
   }
 }
 
-template <int kTiles>
-__device__ __forceinline__ void multiply_step(const uint8_t* rows, const uint8_t* weights,
-                                              int32_t (&c)[kTiles][2][4]) {
-#pragma unroll
-  for (int step = 0; step < kScaledStep / 16; step += 2) {
-    uint32_t b[2][2];
-#pragma unroll
-    for (int side = 0; side < 2; ++side) {
-      b[side][0] = scaled_word(weights + side * 8 * kScaledLine, step);
-      b[side][1] = scaled_word(weights + side * 8 * kScaledLine, step + 1);
-    }
-#pragma unroll
-    for (int tile = 0; tile < kTiles; ++tile) {
-      const uint8_t* above = rows + tile * 16 * kScaledLine;
-      const uint8_t* below = above + 8 * kScaledLine;
-      const uint32_t a[4] = {scaled_word(above, step), scaled_word(below, step),
-                             scaled_word(above, step + 1), scaled_word(below, step + 1)};
-      mma_16832(c[tile][0], a, b[0][0], b[0][1]);
-      mma_16832(c[tile][1], a, b[1][0], b[1][1]);
-    }
-  }
-}
-
-/// The float32 sums of a thread: rows lane / 4 and 8 below of each tile, two neighbouring rows of W
-/// in each of the two sides.
+/// The float32 sums of a thread: rows lane / 4 and 8 below of each tile of its warp, two
+/// neighbouring rows of W in each of the two sides.
 template <int kTiles>
 class ScaledSums final {
  public:
@@ -218,9 +229,10 @@ class ScaledSums final {
                                         int32_t column)
       : args_(args),
         place_(place),
-        row_(static_cast<int32_t>(threadIdx.x) % 32 / 4),
+        row_(static_cast<int32_t>(threadIdx.x) / kScaledThreads * 16 * kTiles +
+             static_cast<int32_t>(threadIdx.x) % 32 / 4),
         scale_(args.weight_scale + place.expert * args.experts.scale_stride) {
-    const int32_t warp = static_cast<int32_t>(threadIdx.x) / 32;
+    const int32_t warp = static_cast<int32_t>(threadIdx.x) / 32 % kScaledWarps;
     const int32_t pair = static_cast<int32_t>(threadIdx.x) % 4 * 2;
     column_ = column + (args.act < 0 ? warp * 16 : warp * 8) + pair;
 #pragma unroll
@@ -349,9 +361,11 @@ class ScaledSums final {
 
 /// Sum is float for e4m3 and int32_t for int8. CTAs of neighbouring rows of x follow each other.
 template <typename T, typename Sum, int kTiles, bool kIsWide, int kStages>
-__global__ void __launch_bounds__(kScaledThreads)
+__global__ void __launch_bounds__(kScaledCtaThreads<kTiles>)
     scaled_kernel(const __grid_constant__ ScaledArgs args, int32_t row_tiles) {
   using Loader = ScaledLoader<kTiles, kIsWide>;
+  constexpr int kOwn = kTiles / kScaledParts<kTiles>;  // tiles of x of a warp
+  using Sums = ScaledSums<kOwn>;
   constexpr int kStageBytes = kScaledStageBytes<kTiles>;
   extern __shared__ __align__(16) uint8_t stages[];
   const auto index = static_cast<int32_t>(blockIdx.x) % row_tiles;
@@ -362,42 +376,47 @@ __global__ void __launch_bounds__(kScaledThreads)
     return;
   }
   const Loader loader(args, place, column);
-  ScaledSums<kTiles> sums(args, place, column);
-  const int lane_row = static_cast<int>(threadIdx.x) % 32 / 4;
-  const int warp = static_cast<int>(threadIdx.x) / 32;
+  Sums sums(args, place, column);
+  const uint32_t warp = threadIdx.x / 32;
+  const uint32_t first = ptx::smem_address(stages);
+  const ScaledLane lane(first + warp / kScaledWarps * kOwn * 16 * kScaledLine,
+                        first + (Loader::kRows + warp % kScaledWarps * 16) * kScaledLine);
   const int32_t num_steps = (args.depth + kScaledStep - 1) / kScaledStep;
   // A group of copies for every step, also past the last.
-  const auto load = [&](int32_t step) {
-    if (step < num_steps) {
-      loader.load(stages + step % kStages * kStageBytes, step * kScaledStep);
+  int32_t loaded = 0;       // steps
+  uint32_t load_stage = 0;  // bytes from the first stage
+  const auto load = [&] {
+    if (loaded < num_steps) {
+      loader.load(stages + load_stage, loaded * kScaledStep);
     } else {
       ptx::cp_async_commit();
     }
+    ++loaded;
+    load_stage = load_stage == (kStages - 1) * kStageBytes ? 0 : load_stage + kStageBytes;
   };
 #pragma unroll
   for (int step = 0; step < kStages - 1; ++step) {
-    load(step);
+    load();
   }
-  constexpr bool kReadsAhead = kTiles < 4;  // registers do not hold the scales of two steps
-  typename ScaledSums<kTiles>::Scales scales;
+  typename Sums::Scales scales;
   sums.read(0, scales);
+  uint32_t stage = 0;
   for (int32_t step = 0; step < num_steps; ++step) {
     ptx::cp_async_wait<kStages - 2>();
     __syncthreads();
-    load(step + kStages - 1);
-    if (!kReadsAhead && step > 0) {
-      sums.read(step, scales);
-    }
-    typename ScaledSums<kTiles>::Scales next = scales;
-    if (kReadsAhead && step + 1 < num_steps) {
+    load();
+    typename Sums::Scales next = scales;
+    if (step + 1 < num_steps) {
       sums.read(step + 1, next);
     }
-    const uint8_t* stage = stages + step % kStages * kStageBytes;
-    Sum products[kTiles][2][4] = {};
-    multiply_step<kTiles>(stage + lane_row * kScaledLine,
-                          stage + (Loader::kRows + warp * 16 + lane_row) * kScaledLine, products);
+    Sum products[kOwn][2][4] = {};
+    ScaledLane mine = lane;
+    mine.rows += stage;
+    mine.weights += stage;
+    multiply_step(mine, products);
     sums.add(products, scales);
     scales = next;
+    stage = stage == (kStages - 1) * kStageBytes ? 0 : stage + kStageBytes;
   }
   sums.template store<T>();
 }

@@ -105,6 +105,8 @@ def test_quantize_weight(
     [
         *[(1, 4, 1), (7, 64, 33), (16, 128, 64), (40, 704, 96), (200, 260, 70), (65, 2048, 192)],
         *[(2047, 192, 48), (2048, 192, 48), (2049, 192, 48)],
+        # More steps than lie in shared memory, with tiles of all heights; more CTAs than do that.
+        *[(16, 2048, 64), (17, 1280, 80), (32, 2048, 96), (9, 384, 17024), (300, 384, 4096)],
     ],
 )
 def test_int8_products_have_the_bits_of_the_cpu(
