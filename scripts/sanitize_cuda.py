@@ -56,6 +56,9 @@ PYTHON_PIECES: tuple[tuple[str, str, str], ...] = (
     ("codes-store", "test_scaled_cache_cuda.py", "every_rounding or hold_the_stored and 9"),
     ("nibbles", "test_nibble_tiles.py", "two_streams or rounded_once"),
     ("nibbles-experts", "test_nibble_experts.py", "experts_elsewhere"),
+    ("nibbles-zeros", "test_nibble_tiles.py", "zero_points_are_rounded"),
+    ("nibbles-wide", "test_dequantize_nibbles.py", "cuda and (tiles or rows)"),
+    ("codes-portable", "test_quantize_cuda.py", "int8_products"),
     ("exchanges", "test_comm.py", "one_rank_after_the_other"),
     ("soft-embedding", "test_soft_embedding.py", "cuda and several_chunks"),
 )
