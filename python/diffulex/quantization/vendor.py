@@ -26,6 +26,10 @@ _FEW_ROWS = {WeightScheme.FP8: 192, WeightScheme.FP8_BLOCK: 128}
 _NIBBLE_ROWS = 256, 384
 #: Elements of the largest weight that it holds.
 _CACHED_ELEMENTS = 1 << 25
+#: The same of a weight by row: on compute capability 9.0 where it has more rows than the next constant says, and
+#: on other devices, where nothing was timed, with as many as make a step bound by arithmetic.
+_PLAIN_NIBBLE_ROWS = 16, 128
+_MANY_WEIGHT_ROWS = 15_000
 #: Rows and columns of the library's tiles.
 _TILE = 128
 #: By scheme: what divides the number of rows, that of columns of the result, and the depth. Scales of
@@ -65,12 +69,19 @@ def _own_rows(scheme: WeightScheme, num_columns: int, num_processors: int) -> in
     return max(_FEW_ROWS[scheme], row_tiles * _TILE)
 
 
-def own_nibble_rows(device: torch.device, num_elements: int, has_tiles: bool) -> int | None:
-    """Rows up to which `ops.linear_w4a16` is faster with a weight on a device; None: `multiply_plain` is not for
-    that."""
+def own_nibble_rows(
+    device: torch.device, num_columns: int, depth: int, has_tiles: bool
+) -> int | None:
+    """Rows up to which `ops.linear_w4a16` is faster with a weight [N, K] on a device; None: `multiply_plain` is not
+    for that."""
     if device.type != "cuda":
         return None
-    return _NIBBLE_ROWS[num_elements > _CACHED_ELEMENTS] if has_tiles else 0
+    if has_tiles:
+        return _NIBBLE_ROWS[num_columns * depth > _CACHED_ELEMENTS]
+    few, many = _PLAIN_NIBBLE_ROWS
+    if not ops.has_hopper_kernels(device):
+        return many
+    return few if num_columns > _MANY_WEIGHT_ROWS else 0
 
 
 def takes_rows(scheme: WeightScheme, x: Tensor, limit: int) -> bool:

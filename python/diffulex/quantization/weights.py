@@ -168,9 +168,10 @@ class _Part:
         """Gives the codes the form of products."""
         if self.codes.dim() == 2 and self.codes.device.type == "cpu":
             self.codes = ops.pack_panels(self.codes)
-        if self.zeros is not None and bool((self.zeros == ops.INT4_ZERO).all()):
+        is_by_row = self.codes.dim() == 2
+        if is_by_row and self.zeros is not None and bool((self.zeros == ops.INT4_ZERO).all()):
             self.zeros = None
-        if self._has_tiles and self.codes.dim() == 2:
+        if self._has_tiles and is_by_row:
             self.codes = ops.to_nibble_tiles(self.codes)
             self._pair_scales()
 
@@ -262,8 +263,9 @@ class QuantizedWeight:
         self._own_rows: int | None = None
         if scheme == WeightScheme.INT4:
             has_tiles = all(part.has_tiles for part in self._parts)
-            size = self.num_rows * depth
-            self._own_rows = vendor.own_nibble_rows(torch.device(device), size, has_tiles)
+            self._own_rows = vendor.own_nibble_rows(
+                torch.device(device), self.num_rows, depth, has_tiles
+            )
         elif len(self._parts) == 1:
             self._own_rows = vendor.own_rows(scheme, self._parts[0].codes)
 

@@ -17,15 +17,16 @@ from fixtures.nibbles import Parts, inside, is_untouched
 @pytest.mark.cuda
 @pytest.mark.parametrize("has_order", [False, True])
 @pytest.mark.parametrize("has_zeros", [False, True])
+@pytest.mark.parametrize("has_exact_scale", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_products_of_many_rows_are_those_of_few(
-    dtype: torch.dtype, has_zeros: bool, has_order: bool
+    dtype: torch.dtype, has_exact_scale: bool, has_zeros: bool, has_order: bool
 ) -> None:
     """Weights as layers hold them, in both forms: of many rows by the library, whose parts of a sum may be
     bfloat16; one that must not depend on the number of rows stays with our kernel."""
     rows, depth, group = 96, 512, 64
     parts = Parts(rows, depth, group, has_zeros)
-    shape = Shape(rows, group, has_zeros, has_zeros, has_order)
+    shape = Shape(rows, group, has_exact_scale or has_zeros, has_zeros, has_order)
     weight = QuantizedWeight([shape], depth, WeightScheme.INT4, "cuda", dtype)
     generator = torch.Generator().manual_seed(depth)
     order = torch.randperm(depth, generator=generator) if has_order else None
@@ -52,15 +53,19 @@ def test_products_of_many_rows_are_those_of_few(
     assert torch.equal(weight.product(x, None, bias)[:4], alone)
 
 
-def test_who_multiplies() -> None:
+def test_who_multiplies(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = torch.device("cuda")
-    assert vendor.own_nibble_rows(torch.device("cpu"), 1 << 20, has_tiles=False) is None
-    assert vendor.own_nibble_rows(cuda, 1 << 20, has_tiles=False) == 0
-    many = vendor.own_nibble_rows(cuda, 1 << 20, has_tiles=True)
-    larger = vendor.own_nibble_rows(cuda, 1 << 26, has_tiles=True)
+    own_rows = vendor.own_nibble_rows
+    assert own_rows(torch.device("cpu"), 1024, 1024, has_tiles=False) is None
+    many = own_rows(cuda, 1024, 1024, has_tiles=True)
+    larger = own_rows(cuda, 16384, 4096, has_tiles=True)
     assert many is not None
     assert larger is not None
     assert many < larger
+    for is_hopper, rows in ((True, (0, 16)), (False, (128, 128))):
+        monkeypatch.setattr(ops, "has_hopper_kernels", lambda _, is_hopper=is_hopper: is_hopper)
+        found = tuple(own_rows(cuda, columns, 1024, has_tiles=False) for columns in (4096, 24576))
+        assert found == rows
     x = torch.empty(many + 1, 8, dtype=torch.bfloat16)
     assert vendor.takes_rows(WeightScheme.INT4, x, many)
     assert not vendor.takes_rows(WeightScheme.INT4, x[:many], many)

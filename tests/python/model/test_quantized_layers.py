@@ -365,7 +365,7 @@ def test_which_forms_hopper_multiplies() -> None:
     assert not suits("fp8", 40, 80)
     assert not suits("fp8_block", 48, 72)
     weight = QuantizedWeight([Shape(32, 64)], 128, WeightScheme.INT4, "cpu", BF16)
-    assert not weight.suits_hopper  # rows of nibbles, as an order of columns keeps them
+    assert not weight.suits_hopper  # rows of nibbles
     (part,) = weight.parts
     part.codes = ops.to_nibble_tiles(part.codes)
     assert weight.suits_hopper
