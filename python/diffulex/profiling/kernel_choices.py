@@ -190,18 +190,20 @@ def _coded_products(platform: Platform, shapes: OpShapes, coded: CodedProducts) 
     """Of the matrices of one scheme."""
     op, kernel = f"{coded.scheme} products", _coded_kernel(coded.scheme)
     reason = _unfit_reason(platform, coded.scheme, shapes.dtype, ("fp8", "fp8_block", "int4"))
+    has_library = not shapes.is_batch_invariant
     if reason:
-        return KernelChoice(op, f"{kernel}, portable", reason, platform.capability != (9, 0))
+        is_library = has_library and coded.scheme == "int4" and shapes.dtype == "bfloat16"
+        kernel += ", portable" + "; cuBLAS" * is_library
+        return KernelChoice(op, kernel, reason, platform.capability != (9, 0))
     kernel += ", Hopper sm_90"
     if coded.num_unfit:
         reason = (
             f"{coded.num_unfit} of {coded.num_matrices} have a form that Hopper's does not take"
         )
-        return KernelChoice(op, f"{kernel}; portable", reason, is_fast=False)
+        kernel += "; portable" + "; cuBLAS" * (has_library and coded.scheme == "int4")
+        return KernelChoice(op, kernel, reason, is_fast=False)
     if shapes.is_batch_invariant:
         return KernelChoice(op, kernel, "batch_invariant is set")
-    if coded.scheme == "int4":
-        return KernelChoice(op, kernel, _hopper_reason(platform))
     return KernelChoice(op, f"{kernel}; cuBLAS", "by rows and size")
 
 

@@ -79,13 +79,13 @@ HOPPER_ONLY = "Hopper kernels are for the dtype, fp8, fp8_block"
         ),
         (
             H200, "int4", {},
-            ("linear_w4a16, Hopper sm_90", "compute capability 9.0", True),
+            ("linear_w4a16, Hopper sm_90; cuBLAS", "by rows and size", True),
             ("int4, portable", HOPPER_ONLY, False),
         ),
         (
             H200, "int4", {"num_unfit": 36},
             (
-                "linear_w4a16, Hopper sm_90; portable",
+                "linear_w4a16, Hopper sm_90; portable; cuBLAS",
                 "36 of 36 have a form that Hopper's does not take",
                 False,
             ),
@@ -103,7 +103,7 @@ HOPPER_ONLY = "Hopper kernels are for the dtype, fp8, fp8_block"
         ),
         (
             A100, "int4", {"num_unfit": 36},
-            ("linear_w4a16, portable", "compute capability 8.0", True),
+            ("linear_w4a16, portable; cuBLAS", "compute capability 8.0", True),
             ("int4, portable", "compute capability 8.0", True),
         ),
     ],
