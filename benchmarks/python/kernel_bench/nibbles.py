@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Products with weights of 4 bits as the layers run them, beside those of bfloat16 and the portable ones by row."""
+"""Products with weights of 4 bits as the layers run them, beside those of bfloat16 and of weights by row."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ if TYPE_CHECKING:
 
 PEER = "bfloat16"
 #: The same weights as they are on devices without tiles.
-BY_ROW = "portable"
+BY_ROW = "by row"
 ROWS = (1, 8, 32, 64, 128, 256, 512, 2048)
-#: Rows up to which the portable products are timed.
-PORTABLE_ROWS = 128
+#: Rows up to which weights by row are timed.
+BY_ROW_ROWS = 128
 GROUP = 128
 #: Microseconds for 32 rows of SDAR-8B.
 GOALS = {"qkv": 5.9, "o": 4.9, "gate and up, silu": 15.6, "down": 9.0}
-#: Of the bandwidth, what the portable products reach for as many rows of the same.
-PORTABLE_SHARE = 0.75
+#: Of the bandwidth, what products of weights by row are to reach for as many rows of the same.
+BY_ROW_SHARE = 0.75
 #: A result that is rounded before the activation, too.
 TOLERANCE = Tolerance(2.0**-6, 0.02)
 
@@ -118,19 +118,19 @@ def _case(model: str, product: Product, rows: int, device: str, *, is_by_row: bo
     problem = _Problem(product, rows, device)
     weights = _Weights(problem.plain, is_by_row=is_by_row)
     peers = {PEER: [lambda w=w: problem.peer(w) for w in problem.plain]}
-    if device != "cpu" and not is_by_row and rows <= PORTABLE_ROWS:
+    if device != "cpu" and not is_by_row and rows <= BY_ROW_ROWS:
         by_row = _Weights(problem.plain, is_by_row=True)
         peers[BY_ROW] = [lambda w=w: problem.call(w) for w in by_row.sets]
     is_judged = (model, rows) == ("SDAR-8B", 32)
     x, out = problem.x, problem.out
-    name = "int4 product" if rows > PORTABLE_ROWS else "linear_w4a16"
+    name = "int4 product" if rows > BY_ROW_ROWS else "linear_w4a16"
     return Case(
         "quant", f"{name} by row" if is_by_row else name, f"{model} {product.name}, {rows} rows",
         [lambda w=w: problem.call(w) for w in weights.sets],
         lambda: problem.check(weights), weights.nbytes + x.nbytes, float(out.nbytes),
         2.0 * rows * product.columns * product.depth,
         rotated_bytes=len(weights.sets) * weights.nbytes + x.nbytes + out.nbytes, peers=peers,
-        formula_us=bandwidth_us(weights.nbytes, PORTABLE_SHARE) if is_by_row and is_judged else None,
+        formula_us=bandwidth_us(weights.nbytes, BY_ROW_SHARE) if is_by_row and is_judged else None,
         goal_us=GOALS.get(product.name) if is_judged and not is_by_row else None,
     )  # fmt: skip
 

@@ -228,8 +228,9 @@ def fingerprint(ceilings: Ceilings) -> dict[str, Any]:
 
 
 def commit() -> str:
-    """Of the tree that this file is in."""
-    return _output(["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"])
+    """Of the tree that this file is in, with a mark where files differ from it."""
+    git = ["git", "-C", str(Path(__file__).parent)]
+    return _output([*git, "describe", "--always", "--dirty", "--exclude", "*"])
 
 
 def _rounded(rates: Mapping[str, float | str], unit: float) -> dict[str, float | str]:
