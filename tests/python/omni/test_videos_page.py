@@ -119,7 +119,7 @@ def test_a_video_is_asked_for_played_and_saved(page: Any, tmp_path: Path) -> Non
     assert page.locator("#announcer").inner_text() == f"Drawn: {CAPTION}, seed 0."
     video = page.locator("#video")
     assert video.get_attribute("aria-label") == f"{CAPTION}, video"
-    page.wait_for_function("document.getElementById('video').currentTime > 0")
+    until(lambda: page.evaluate("document.getElementById('video').currentTime > 0"))
     size = "node => [node.videoWidth, node.videoHeight, node.duration]"
     assert video.evaluate(size) == [32, 32, 9 / 16]
     with page.expect_download() as download:
@@ -143,7 +143,7 @@ def test_fields_of_videos_and_earlier_ones(page: Any) -> None:
     assert gallery.count() == 2
     gallery.nth(1).click()
     wait_for_result(page)
-    page.wait_for_function("document.getElementById('video').duration === 0.625")
+    until(lambda: page.evaluate("document.getElementById('video').duration === 0.625"))
     page.locator("#seed").fill("")
     page.get_by_role("button", name="Use this seed").click()
     assert page.locator("#seed").input_value() == "0"

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from fixtures.live_server import LiveServer, running_server
+from fixtures.processes import until
 from fixtures.ui_page import (
     LONG_QUESTION,
     QUESTION,
@@ -341,7 +342,7 @@ def test_chats_outlive_a_reload(page: Any) -> None:
     ask(page, QUESTION)
     wait_for_end(page)
     # The last that is kept of an answer is which chat it belongs to.
-    page.wait_for_function("sessionStorage.getItem('diffulex-chat') !== null")
+    until(lambda: page.evaluate("sessionStorage.getItem('diffulex-chat') !== null"))
     page.reload()
     text = page.locator(".message.assistant .text")
     text.wait_for()
@@ -422,7 +423,7 @@ def test_replaced_answers_leave_no_recording(page: Any) -> None:
     page.keyboard.press("Enter")
     page.locator(".message.assistant").nth(1).wait_for(state="detached")
     page.get_by_role("button", name="Regenerate").wait_for()
-    page.wait_for_function("document.querySelectorAll('.message').length === 2")
+    until(lambda: page.evaluate("document.querySelectorAll('.message').length === 2"))
     page.wait_for_timeout(300)
     wait_for_stored(page, {"chats": 1, "recordings": 1})
 
