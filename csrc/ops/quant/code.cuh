@@ -62,16 +62,20 @@ __device__ __forceinline__ uint32_t e4m3_pair(uint32_t codes) {
   return static_cast<uint32_t>(pair.x) | (static_cast<uint32_t>(pair.y) << 16);
 }
 
-/// (nibble - 8) * scale in bfloat16, rounded once, of a word: pair i holds nibbles i and 4 + i.
+/// Pair `index` of a word in bfloat16, plus 128: it holds nibbles index and 4 + index.
+__device__ __forceinline__ __nv_bfloat162 biased_pair(uint32_t word, int32_t index) {
+  constexpr uint32_t kBias = 0x43004300;  // 128 with room for a nibble in the last places
+  const uint32_t bits = ptx::and_or(word >> (4 * index), 0x000F000FU, kBias);
+  return *reinterpret_cast<const __nv_bfloat162*>(&bits);
+}
+
+/// (nibble - 8) * scale in bfloat16, rounded once, of the four pairs of a word.
 __device__ __forceinline__ void widen_pairs(uint32_t word, __nv_bfloat162 scale,
                                             uint32_t (&pairs)[4]) {
-  constexpr uint32_t kBias = 0x43004300;  // 128 with room for a nibble in the last places
   const __nv_bfloat162 zero = __float2bfloat162_rn(128.0F + static_cast<float>(kInt4Zero));
 #pragma unroll
   for (int32_t i = 0; i < 4; ++i) {
-    const uint32_t bits = ptx::and_or(word >> (4 * i), 0x000F000FU, kBias);
-    const __nv_bfloat162 value =
-        __hmul2(__hsub2(*reinterpret_cast<const __nv_bfloat162*>(&bits), zero), scale);
+    const __nv_bfloat162 value = __hmul2(__hsub2(biased_pair(word, i), zero), scale);
     pairs[i] = *reinterpret_cast<const uint32_t*>(&value);
   }
 }
@@ -80,12 +84,9 @@ __device__ __forceinline__ void widen_pairs(uint32_t word, __nv_bfloat162 scale,
 /// rounded to float32, then to bfloat16.
 __device__ __forceinline__ void widen_pairs(uint32_t word, float scale, __nv_bfloat162 zero,
                                             uint32_t (&pairs)[4]) {
-  constexpr uint32_t kBias = 0x43004300;
 #pragma unroll
   for (int32_t i = 0; i < 4; ++i) {
-    const uint32_t bits = ptx::and_or(word >> (4 * i), 0x000F000FU, kBias);
-    const float2 exact =
-        __bfloat1622float2(__hsub2(*reinterpret_cast<const __nv_bfloat162*>(&bits), zero));
+    const float2 exact = __bfloat1622float2(__hsub2(biased_pair(word, i), zero));
     const __nv_bfloat162 value =
         __floats2bfloat162_rn(__fmul_rn(exact.x, scale), __fmul_rn(exact.y, scale));
     pairs[i] = *reinterpret_cast<const uint32_t*>(&value);

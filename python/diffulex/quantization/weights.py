@@ -199,8 +199,7 @@ class _Part:
         out: torch.Tensor,
     ) -> None:
         if isinstance(x, torch.Tensor):
-            group, zeros = self.shape.group or self.depth, self.zeros
-            rows = self._ordered(x)
+            rows, group, zeros = self._ordered(x), self._columns, self.zeros
             ops.linear_w4a16(rows, self.codes, self.scale, zeros, bias, group=group, out=out)
         else:
             ops.linear_scaled(x, self.codes, self.scale, bias, out=out)
@@ -210,9 +209,14 @@ class _Part:
     ) -> None:
         """The same of many bfloat16 rows and nibbles, by the vendor's library."""
         weight = x.new_empty(self.shape.rows, self.depth)
-        group = self.shape.group or self.depth
-        ops.dequantize_nibbles(self.codes, self.scale, self.zeros, group=group, out=weight)
+        group, zeros = self._columns, self.zeros
+        ops.dequantize_nibbles(self.codes, self.scale, zeros, group=group, out=weight)
         vendor.multiply_plain(self._ordered(x), weight, bias, out)
+
+    @property
+    def _columns(self) -> int:
+        """That share a scale."""
+        return self.shape.group or self.depth
 
     def _ordered(self, x: torch.Tensor) -> torch.Tensor:
         return x if self.order is None else x.index_select(1, self.order)
