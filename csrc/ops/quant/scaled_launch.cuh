@@ -46,8 +46,12 @@ Status launch_tiles(const char* where, const ScaledArgs& args, int64_t max_tiles
   if (!is_wide_call(args)) {
     return ScaledLaunch<T, Sum, kTiles, false, false>::run(where, args, grid, max_tiles, context);
   }
-  // More CTAs than that read enough at the same time, and hide each other's latencies.
-  const bool is_deep = grid <= 2U * static_cast<unsigned>(device_processors(context.device_index));
+  // Elsewhere more CTAs than two for each processor read enough at the same time.
+  constexpr auto kDeepBytes = static_cast<int32_t>(
+      kScaledDeepCtas * (ScaledLaunch<T, Sum, kTiles, true, true>::kBytes + kReservedSharedMemory));
+  const bool is_deep = device_attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor,
+                                        context.device_index) >= kDeepBytes ||
+                       grid <= 2U * static_cast<unsigned>(device_processors(context.device_index));
   return is_deep
              ? ScaledLaunch<T, Sum, kTiles, true, true>::run(where, args, grid, max_tiles, context)
              : ScaledLaunch<T, Sum, kTiles, true, false>::run(where, args, grid, max_tiles,

@@ -7,13 +7,14 @@
 //   CTA    16, 32 or 64 rows of x times 64 rows of W; four warps with 16 rows of W each, or two
 //          times four, each four with a half of the rows of x
 //   step   128 columns: the codes of one scale, then their product goes to the float32 sums
-//   depth  two steps are in shared memory, the next one on its way; or as many as fit devices of
-//          99 KiB, where few CTAs would leave the memory idle. The scales of a step
-//          are read a step ahead
+//   depth  as many steps as three CTAs have room for; two where a multiprocessor has less, the next
+//          one on its way, since more CTAs hide each other's latencies. The scales of a step come
+//          with its codes: a load of its own would return behind the copies in front of it
 //
 // With an activation the rows of W of a warp are eight of gate and the eight of up that match.
 
 #include <cstdint>
+#include <type_traits>
 
 #include "ops/activation/gate.cuh"
 #include "ops/quant/code.cuh"
@@ -37,10 +38,15 @@ inline constexpr int kScaledParts = kTiles > 1 ? 2 : 1;
 template <int kTiles>
 inline constexpr int kScaledCtaThreads = kScaledThreads * kScaledParts<kTiles>;
 
+/// Of a stage: lines of x and of W, then a scale of each.
 template <int kTiles>
-inline constexpr int kScaledStageBytes = (16 * kTiles + kScaledWeightRows) * kScaledLine;
+inline constexpr int kScaledRows = 16 * kTiles + kScaledWeightRows;
 template <int kTiles>
-inline constexpr int kScaledDeep = 92 * 1024 / kScaledStageBytes<kTiles>;
+inline constexpr int kScaledStageBytes = kScaledRows<kTiles> * (kScaledLine + 4);
+/// Of a deep ring: three CTAs of a multiprocessor with 228 KiB have one each.
+inline constexpr int kScaledDeepCtas = 3;
+template <int kTiles>
+inline constexpr int kScaledDeep = 74 * 1024 / kScaledStageBytes<kTiles>;
 
 /// mma.m16n8k32 (PTX 7.0, sm_80) of int8: c += a b, exact.
 __device__ __forceinline__ void mma_16832(int32_t (&c)[4], const uint32_t (&a)[4], uint32_t b0,
@@ -84,7 +90,7 @@ class ScaledLoader final {
 
   __device__ __forceinline__ ScaledLoader(const ScaledArgs& args, const ScaledPlace& place,
                                           int32_t column)
-      : depth_(args.depth) {
+      : any_(args.weight), depth_(args.depth) {
 #pragma unroll
     for (int i = 0; i < kRowChunks; ++i) {
       const int32_t row = (i * kThreads + static_cast<int32_t>(threadIdx.x)) / 8;
@@ -100,6 +106,7 @@ class ScaledLoader final {
       const int32_t source = weight_row(args, column, row);
       weights_[i] = source < 0 ? nullptr : weight + source * args.weight_stride;
     }
+    find_scale(args, place, column);
   }
 
   /// Row of x of a position.
@@ -118,8 +125,9 @@ class ScaledLoader final {
     return result < args.width ? (row % 16 < 8 ? 0 : args.width) + result : -1;
   }
 
-  /// Starts the copy of the columns from `start` on.
-  __device__ __forceinline__ void load(uint8_t* stage, int32_t start) const {
+  /// Starts the copy of step `step`.
+  __device__ __forceinline__ void load(uint8_t* stage, int32_t step) const {
+    const int32_t start = step * kScaledStep;
 #pragma unroll
     for (int i = 0; i < kRowChunks; ++i) {
       const int chunk = i * kThreads + static_cast<int>(threadIdx.x);
@@ -133,25 +141,61 @@ class ScaledLoader final {
       const int chunk = i * kThreads + static_cast<int>(threadIdx.x);
       copy(weights + chunk / 8 * kScaledLine + chunk % 8 * 16, weights_[i], start + chunk % 8 * 16);
     }
+    if (has_scale_) {
+      copy_scale(stage + kScaledRows<kTiles> * kScaledLine + threadIdx.x * 4,
+                 scale_ + step * scale_stride_);
+    }
     ptx::cp_async_commit();
   }
 
  private:
+  /// The scale that this thread copies: of a row of x, or of the block that a row of W lies in.
+  /// There are none for rows that do not exist.
+  __device__ __forceinline__ void find_scale(const ScaledArgs& args, const ScaledPlace& place,
+                                             int32_t column) {
+    const auto thread = static_cast<int32_t>(threadIdx.x);
+    const int32_t row = thread - kRows;
+    has_scale_ = thread < kRows || (row < kScaledWeightRows && args.block_stride != 0);
+    scale_ = nullptr;
+    if (thread < kRows) {
+      scale_stride_ = args.x_scale_stride;
+      if (thread < place.count) {
+        scale_ = args.x_scale + source_row(args, place.first + thread);
+      }
+    } else if (has_scale_) {
+      scale_stride_ = 1;
+      const int32_t source = weight_row(args, column, row);
+      const bool is_up = args.act >= 0 && row % 16 >= 8;
+      if (source >= 0) {
+        const int32_t block =
+            is_up ? (source - args.width) / kQuantBlock + args.up_blocks : source / kQuantBlock;
+        scale_ = args.weight_scale + place.expert * args.experts.scale_stride +
+                 block * args.block_stride;
+      }
+    }
+  }
+
+  __device__ __forceinline__ void copy_scale(uint8_t* target, const float* source) const {
+    if constexpr (kIsWide) {
+      const bool is_inside = scale_ != nullptr;
+      const void* read = is_inside ? static_cast<const void*>(source) : any_;
+      ptx::cp_async4(ptx::smem_address(target), read, is_inside);
+    } else {
+      *reinterpret_cast<float*>(target) = scale_ != nullptr ? *source : 0.0F;
+    }
+  }
+
+  static_assert(kScaledRows<kTiles> <= kThreads, "a thread copies one scale of a step");
   static constexpr int kRowChunks = (kRows * 8 + kThreads - 1) / kThreads;
   static constexpr int kWeightChunks = kScaledWeightRows * 8 / kThreads;
 
-  /// 16 codes of a row, 0 past its end. A valid address is read from in any case.
+  /// 16 codes of a row, 0 past its end and of none.
   __device__ __forceinline__ void copy(uint8_t* target, const uint8_t* row, int32_t column) const {
     if constexpr (kIsWide) {
       const bool is_inside = row != nullptr && column < depth_;
-      const uint8_t* source = is_inside ? row + column : weights_[0];
-      if (source == nullptr) {
-        *reinterpret_cast<uint4*>(target) = uint4{};
-        return;
-      }
-      ptx::cp_async16(ptx::smem_address(target), source, is_inside);
+      ptx::cp_async16(ptx::smem_address(target), is_inside ? row + column : any_, is_inside);
     } else {
-#pragma unroll 4
+#pragma unroll 1
       for (int i = 0; i < 16; ++i) {
         target[i] = row != nullptr && column + i < depth_ ? row[column + i] : uint8_t{0};
       }
@@ -160,6 +204,10 @@ class ScaledLoader final {
 
   const uint8_t* rows_[kRowChunks];
   const uint8_t* weights_[kWeightChunks];
+  const uint8_t* any_;  // a valid address
+  const float* scale_;
+  int64_t scale_stride_ = 0;  // between steps
+  bool has_scale_;
   int32_t depth_;
 };
 
@@ -235,44 +283,26 @@ class ScaledSums final {
     const int32_t warp = static_cast<int32_t>(threadIdx.x) / 32 % kScaledWarps;
     const int32_t pair = static_cast<int32_t>(threadIdx.x) % 4 * 2;
     column_ = column + (args.act < 0 ? warp * 16 : warp * 8) + pair;
-#pragma unroll
-    for (int i = 0; i < 2 * kTiles; ++i) {
-      const int32_t row = row_ + 8 * i;
-      sources_[i] = row < place.count ? static_cast<int32_t>(ScaledLoader<kTiles, true>::source_row(
-                                            args, place.first + row))
-                                      : -1;
-    }
-  }
-
-  /// What the products of a block are multiplied by: of rows of x, and of rows of W.
-  struct Scales final {
-    float rows[2 * kTiles];
-    float weights[2][2];
-  };
-
-  /// Asks for those of a block.
-  __device__ __forceinline__ void read(int32_t block, Scales& scales) const {
-    const float* x_scale = args_.x_scale + block * args_.x_scale_stride;
-#pragma unroll
-    for (int i = 0; i < 2 * kTiles; ++i) {
-      scales.rows[i] = sources_[i] < 0 ? 0.0F : x_scale[sources_[i]];
-    }
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      scales.weights[i / 2][i % 2] =
-          args_.block_stride != 0 ? block_scale(i / 2, i % 2, block) : 1.0F;
-    }
+    tile_row_ = warp * 16 + pair;
   }
 
   template <typename Sum>
-  __device__ __forceinline__ void add(const Sum (&products)[kTiles][2][4], const Scales& scales) {
+  __device__ __forceinline__ void add(const Sum (&products)[kTiles][2][4], const float* row_scales,
+                                      const float* weight_scales) {
+    float rows[2 * kTiles];
+#pragma unroll
+    for (int i = 0; i < 2 * kTiles; ++i) {
+      rows[i] = row_scales[row_ + 8 * i];
+    }
 #pragma unroll
     for (int side = 0; side < 2; ++side) {
 #pragma unroll
       for (int next = 0; next < 2; ++next) {
+        const bool has_blocks = args_.block_stride != 0;
+        const float weight = has_blocks ? weight_scales[tile_row_ + 8 * side + next] : 1.0F;
 #pragma unroll
         for (int i = 0; i < 2 * kTiles; ++i) {
-          const float factor = __fmul_rn(scales.rows[i], scales.weights[side][next]);
+          const float factor = __fmul_rn(rows[i], weight);
           float& sum = sums_[i / 2][side][i % 2 * 2 + next];
           sum = fmaf(factor, static_cast<float>(products[i / 2][side][i % 2 * 2 + next]), sum);
         }
@@ -315,14 +345,6 @@ class ScaledSums final {
   __device__ __forceinline__ bool exists(int side, int next) const {
     return column_ + next + (args_.act < 0 ? side * 8 : 0) < args_.width;
   }
-  __device__ __forceinline__ float block_scale(int side, int next, int32_t block) const {
-    if (!exists(side, next)) {
-      return 0.0F;
-    }
-    const bool is_up = args_.act >= 0 && side == 1;
-    const int32_t row = (is_up ? column_ + next : weight_row(side, next)) / 128;
-    return scale_[(row + (is_up ? args_.up_blocks : 0)) * args_.block_stride + block];
-  }
 
   /// Scales of rows of W, and the bias.
   __device__ __forceinline__ void finish() {
@@ -355,18 +377,56 @@ class ScaledSums final {
   const int32_t row_;
   const float* scale_;
   int32_t column_;
-  int32_t sources_[2 * kTiles];
+  int32_t tile_row_;  // of W, of the first side
   float sums_[kTiles][2][4] = {};
 };
 
+/// Stages in turn, each with a group of copies, also past the last step.
+template <typename Loader, uint32_t kStageBytes, int kStages>
+class ScaledRing final {
+ public:
+  __device__ __forceinline__ ScaledRing(const Loader& loader, uint8_t* stages, int32_t depth)
+      : num_steps((depth + kScaledStep - 1) / kScaledStep), loader_(loader), stages_(stages) {}
+
+  /// Starts the copies of the next step.
+  __device__ __forceinline__ void load() {
+    if (loaded_ < num_steps) {
+      loader_.load(stages_ + stage_, loaded_);
+    } else {
+      ptx::cp_async_commit();
+    }
+    ++loaded_;
+    stage_ = next(stage_);
+  }
+
+  /// The stage after `stage`, in bytes from the first.
+  [[nodiscard]] __device__ __forceinline__ static uint32_t next(uint32_t stage) {
+    return stage == (kStages - 1) * kStageBytes ? 0 : stage + kStageBytes;
+  }
+
+  const int32_t num_steps;
+
+ private:
+  const Loader loader_;
+  uint8_t* const stages_;
+  int32_t loaded_ = 0;  // steps
+  uint32_t stage_ = 0;
+};
+
+/// CTAs that a multiprocessor has registers for; codes read one by one need more of them.
+template <typename Sum, int kTiles, bool kIsWide>
+inline constexpr int kScaledCtas =
+    !kIsWide ? 1 : (kTiles > 2 && std::is_same_v<Sum, float> ? 2 : kScaledDeepCtas);
+
 /// Sum is float for e4m3 and int32_t for int8. CTAs of neighbouring rows of x follow each other.
 template <typename T, typename Sum, int kTiles, bool kIsWide, int kStages>
-__global__ void __launch_bounds__(kScaledCtaThreads<kTiles>)
+__global__ void __launch_bounds__(kScaledCtaThreads<kTiles>, kScaledCtas<Sum, kTiles, kIsWide>)
     scaled_kernel(const __grid_constant__ ScaledArgs args, int32_t row_tiles) {
   using Loader = ScaledLoader<kTiles, kIsWide>;
   constexpr int kOwn = kTiles / kScaledParts<kTiles>;  // tiles of x of a warp
+  // Steps between two barriers: a deep ring has room for a second, whose products do not wait.
+  constexpr int kTogether = kStages > 4 ? 2 : 1;
   using Sums = ScaledSums<kOwn>;
-  constexpr int kStageBytes = kScaledStageBytes<kTiles>;
   extern __shared__ __align__(16) uint8_t stages[];
   const auto index = static_cast<int32_t>(blockIdx.x) % row_tiles;
   const int32_t column = static_cast<int32_t>(blockIdx.x) / row_tiles *
@@ -375,48 +435,45 @@ __global__ void __launch_bounds__(kScaledCtaThreads<kTiles>)
   if (place.count <= 0) {
     return;
   }
-  const Loader loader(args, place, column);
   Sums sums(args, place, column);
   const uint32_t warp = threadIdx.x / 32;
   const uint32_t first = ptx::smem_address(stages);
   const ScaledLane lane(first + warp / kScaledWarps * kOwn * 16 * kScaledLine,
                         first + (Loader::kRows + warp % kScaledWarps * 16) * kScaledLine);
-  const int32_t num_steps = (args.depth + kScaledStep - 1) / kScaledStep;
-  // A group of copies for every step, also past the last.
-  int32_t loaded = 0;       // steps
-  uint32_t load_stage = 0;  // bytes from the first stage
-  const auto load = [&] {
-    if (loaded < num_steps) {
-      loader.load(stages + load_stage, loaded * kScaledStep);
-    } else {
-      ptx::cp_async_commit();
-    }
-    ++loaded;
-    load_stage = load_stage == (kStages - 1) * kStageBytes ? 0 : load_stage + kStageBytes;
-  };
+  ScaledRing<Loader, kScaledStageBytes<kTiles>, kStages> ring(Loader(args, place, column), stages,
+                                                              args.depth);
 #pragma unroll
-  for (int step = 0; step < kStages - 1; ++step) {
-    load();
+  for (int step = 0; step < kStages - kTogether; ++step) {
+    ring.load();
   }
-  typename Sums::Scales scales;
-  sums.read(0, scales);
   uint32_t stage = 0;
-  for (int32_t step = 0; step < num_steps; ++step) {
-    ptx::cp_async_wait<kStages - 2>();
+  for (int32_t step = 0; step < ring.num_steps; step += kTogether) {
+    ptx::cp_async_wait<kStages - 2 * kTogether>();
     __syncthreads();
-    load();
-    typename Sums::Scales next = scales;
-    if (step + 1 < num_steps) {
-      sums.read(step + 1, next);
+    Sum products[kTogether][kOwn][2][4] = {};
+    const float* scales[kTogether];
+#pragma unroll
+    for (int i = 0; i < kTogether; ++i) {
+      ring.load();
     }
-    Sum products[kOwn][2][4] = {};
-    ScaledLane mine = lane;
-    mine.rows += stage;
-    mine.weights += stage;
-    multiply_step(mine, products);
-    sums.add(products, scales);
-    scales = next;
-    stage = stage == (kStages - 1) * kStageBytes ? 0 : stage + kStageBytes;
+#pragma unroll
+    for (int i = 0; i < kTogether; ++i) {
+      scales[i] =
+          reinterpret_cast<const float*>(stages + stage + kScaledRows<kTiles> * kScaledLine);
+      if (i == 0 || step + i < ring.num_steps) {
+        ScaledLane mine = lane;
+        mine.rows += stage;
+        mine.weights += stage;
+        multiply_step(mine, products[i]);
+      }
+      stage = ring.next(stage);
+    }
+#pragma unroll
+    for (int i = 0; i < kTogether; ++i) {
+      if (i == 0 || step + i < ring.num_steps) {
+        sums.add(products[i], scales[i], scales[i] + Loader::kRows);
+      }
+    }
   }
   sums.template store<T>();
 }

@@ -21,6 +21,9 @@ namespace diffulex::cuda {
   return device_attribute(cudaDevAttrMultiProcessorCount, device_index);
 }
 
+/// Bytes of shared memory that a CTA takes besides its own, since compute capability 8.0.
+inline constexpr int32_t kReservedSharedMemory = 1024;
+
 /// Bytes of shared memory that a CTA may opt in to.
 [[nodiscard]] inline int32_t device_shared_memory(int32_t device_index) {
   return device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device_index);
