@@ -199,37 +199,7 @@ int32_t key_levels(const SampleFilteredParams& params) {
 
 FilterArgs make_args(const SampleFilteredParams& params) {
   FilterArgs args{};
-  TokenStatsArgs& rows = args.rows;
-  rows.logits = params.logits.data;
-  rows.logits_stride = params.logits.stride[0];
-  rows.num_stored = params.logits.size[0];
-  const int64_t bytes = dtype_bytes(params.logits.dtype);
-  rows.is_vec = is_aligned16(rows.logits) && rows.logits_stride * bytes % 16 == 0;
-  if (params.extra_logits.present()) {
-    rows.extra_logits = params.extra_logits.data;
-    rows.extra_stride = params.extra_logits.stride[0];
-    rows.num_extra = params.extra_logits.size[0];
-    rows.is_vec =
-        rows.is_vec && is_aligned16(rows.extra_logits) && rows.extra_stride * bytes % 16 == 0;
-  }
-  if (params.row_index.present()) {
-    rows.row_index = params.row_index.data;
-    rows.is_row_int64 = params.row_index.dtype == DType::kI64;
-  }
-  rows.inv_temperature = params.inv_temperature.as<const float>();
-  rows.uniforms = params.uniforms.as<const double>();
-  if (params.forbidden_ids.present()) {
-    rows.forbidden_ids = params.forbidden_ids.as<const int64_t>();
-    rows.num_forbidden = static_cast<int32_t>(params.forbidden_ids.size[0]);
-  }
-  rows.ids = params.ids.as<int64_t>();
-  rows.stats = params.stats.as<float>();
-  rows.stats_stride = params.stats.stride[0];
-  rows.num_rows = params.ids.size[0];
-  rows.num_columns = params.logits.size[1];
-  rows.vocab_limit = params.vocab_limit < 0 ? INT64_MAX : params.vocab_limit;
-  rows.softcap = params.softcap;
-  rows.exclusion = static_cast<int32_t>(params.exclusion);
+  args.rows = TokenStatsArgs::of(params);
   args.top_k = params.top_k.present() ? params.top_k.as<const int32_t>() : nullptr;
   args.top_p = params.top_p.present() ? params.top_p.as<const float>() : nullptr;
   args.min_p = params.min_p.present() ? params.min_p.as<const float>() : nullptr;

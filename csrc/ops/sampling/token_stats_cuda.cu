@@ -84,40 +84,11 @@ __global__ void __launch_bounds__(32 * kFinishWarps<T>, 1)
 }
 
 TokenStatsArgs make_args(const TokenStatsParams& params, const ExecContext& context) {
-  TokenStatsArgs args{};
-  args.logits = params.logits.data;
-  args.logits_stride = params.logits.stride[0];
-  args.num_stored = params.logits.size[0];
-  const int64_t bytes = dtype_bytes(params.logits.dtype);
-  args.is_vec = is_aligned16(args.logits) && args.logits_stride * bytes % 16 == 0;
-  if (params.extra_logits.present()) {
-    args.extra_logits = params.extra_logits.data;
-    args.extra_stride = params.extra_logits.stride[0];
-    args.num_extra = params.extra_logits.size[0];
-    args.is_vec =
-        args.is_vec && is_aligned16(args.extra_logits) && args.extra_stride * bytes % 16 == 0;
-  }
-  if (params.row_index.present()) {
-    args.row_index = params.row_index.data;
-    args.is_row_int64 = params.row_index.dtype == DType::kI64;
-  }
-  if (params.inv_temperature.present()) {
-    args.inv_temperature = params.inv_temperature.as<const float>();
-  }
-  if (params.uniforms.present()) {
-    args.uniforms = params.uniforms.as<const double>();
-  }
-  if (params.forbidden_ids.present()) {
-    args.forbidden_ids = params.forbidden_ids.as<const int64_t>();
-    args.num_forbidden = static_cast<int32_t>(params.forbidden_ids.size[0]);
-  }
+  TokenStatsArgs args = TokenStatsArgs::of(params);
   if (params.penalty_ids.present()) {
     args.penalty_ids = params.penalty_ids.as<const int64_t>();
     args.penalties = params.penalties.as<const float>();
   }
-  args.ids = params.ids.as<int64_t>();
-  args.stats = params.stats.as<float>();
-  args.stats_stride = params.stats.stride[0];
   if (params.topk_ids.present()) {
     args.topk_ids = params.topk_ids.as<int64_t>();
     args.topk_probs = params.topk_probs.as<float>();
@@ -126,13 +97,8 @@ TokenStatsArgs make_args(const TokenStatsParams& params, const ExecContext& cont
     args.top_k = static_cast<int32_t>(params.topk_ids.size[1]);
   }
   args.records = static_cast<ChunkRecord*>(context.workspace);
-  args.num_rows = params.ids.size[0];
-  args.num_columns = params.logits.size[1];
   args.num_chunks = stats_chunks(args.num_columns);
   args.vocab_start = params.vocab_start;
-  args.vocab_limit = params.vocab_limit < 0 ? INT64_MAX : params.vocab_limit;
-  args.softcap = params.softcap;
-  args.exclusion = static_cast<int32_t>(params.exclusion);
   args.is_partial = params.partial;
   return args;
 }

@@ -9,6 +9,7 @@
 #include <cstdint>
 
 #include "ops/sampling/token_stats_config.h"
+#include "ops/shared/cuda/launch.cuh"
 #include "ops/shared/cuda/vec.cuh"
 
 namespace diffulex::cuda {
@@ -68,6 +69,47 @@ struct TokenStatsArgs final {
   int32_t exclusion;  // ExclusionMode
   bool is_partial;
   bool is_vec;  // rows start at multiples of 16 bytes
+
+  /// What both ops of rows of logits take alike.
+  template <typename Params>
+  static TokenStatsArgs of(const Params& params) {
+    TokenStatsArgs args{};
+    args.logits = params.logits.data;
+    args.logits_stride = params.logits.stride[0];
+    args.num_stored = params.logits.size[0];
+    const int64_t bytes = dtype_bytes(params.logits.dtype);
+    args.is_vec = is_aligned16(args.logits) && args.logits_stride * bytes % 16 == 0;
+    if (params.extra_logits.present()) {
+      args.extra_logits = params.extra_logits.data;
+      args.extra_stride = params.extra_logits.stride[0];
+      args.num_extra = params.extra_logits.size[0];
+      args.is_vec =
+          args.is_vec && is_aligned16(args.extra_logits) && args.extra_stride * bytes % 16 == 0;
+    }
+    if (params.row_index.present()) {
+      args.row_index = params.row_index.data;
+      args.is_row_int64 = params.row_index.dtype == DType::kI64;
+    }
+    if (params.inv_temperature.present()) {
+      args.inv_temperature = params.inv_temperature.template as<const float>();
+    }
+    if (params.uniforms.present()) {
+      args.uniforms = params.uniforms.template as<const double>();
+    }
+    if (params.forbidden_ids.present()) {
+      args.forbidden_ids = params.forbidden_ids.template as<const int64_t>();
+      args.num_forbidden = static_cast<int32_t>(params.forbidden_ids.size[0]);
+    }
+    args.ids = params.ids.template as<int64_t>();
+    args.stats = params.stats.template as<float>();
+    args.stats_stride = params.stats.stride[0];
+    args.num_rows = params.ids.size[0];
+    args.num_columns = params.logits.size[1];
+    args.vocab_limit = params.vocab_limit < 0 ? INT64_MAX : params.vocab_limit;
+    args.softcap = params.softcap;
+    args.exclusion = static_cast<int32_t>(params.exclusion);
+    return args;
+  }
 };
 
 inline constexpr float kLog2E = 1.44269504F;
