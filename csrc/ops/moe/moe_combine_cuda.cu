@@ -14,6 +14,7 @@
 #include "ops/shared/cuda/launch.cuh"
 #include "ops/shared/cuda/pdl.cuh"
 #include "ops/shared/cuda/reduce.cuh"
+#include "ops/shared/cuda/shared_memory.cuh"
 #include "ops/shared/cuda/vec.cuh"
 
 namespace diffulex::cuda {
@@ -176,9 +177,9 @@ Status launch_slot_sum(const char* where, const SlotSum& sum, const ExecContext&
       stream_of(context)};
   return dispatch_dtype(where, sum.out.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    const auto kernel = is_vec ? combine_kernel<T, true> : combine_kernel<T, false>;
-    return cuda_status(
-        where, launch_dependent(kernel, shape, can_launch_dependent(context.device_index), args));
+    return is_vec
+               ? launch_spread<combine_kernel<T, true>>(where, shape, context.device_index, args)
+               : launch_spread<combine_kernel<T, false>>(where, shape, context.device_index, args);
   });
 }
 

@@ -1,17 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// moe_topk: one warp per token; E experts, lane l owns the experts i * 32 + l. Scores and choices
-// of the row also lie in shared memory, where groups of consecutive experts are read. A choice is
-// compared as a 64-bit key: the float in an order-preserving form above the inverted expert id, so
-// that equal choices go by the lower id; 0 marks an expert that was taken.
+// moe_topk: one warp per token; E experts, lane l owns the experts i * 32 + l. Choices are compared
+// as integers of the same order; among equal ones the lower id is first.
 #include <cstdint>
 
 #include "ops/cuda_ops.h"
 #include "ops/moe/routing_check.h"
 #include "ops/prepare.h"
 #include "ops/shared/cuda/launch.cuh"
+#include "ops/shared/cuda/ordered_key.cuh"
 #include "ops/shared/cuda/pdl.cuh"
+#include "ops/shared/cuda/ptx.cuh"
 #include "ops/shared/cuda/reduce.cuh"
+#include "ops/shared/cuda/shared_memory.cuh"
 #include "ops/shared/cuda/vec.cuh"
 
 namespace diffulex::cuda {
@@ -50,20 +51,6 @@ struct RowSmem {
   float choices[32 * kItems];
   float groups[32 * kItems];
 };
-
-__device__ __forceinline__ uint64_t choice_key(float choice, int expert) {
-  const uint32_t bits = __float_as_uint(choice);
-  const uint32_t ordered = (bits & 0x80000000U) != 0 ? ~bits : bits | 0x80000000U;
-  return static_cast<uint64_t>(ordered) << 32 | static_cast<uint32_t>(~expert);
-}
-
-/// Largest key of the warp: its high words, then the low words of the highest.
-__device__ __forceinline__ uint64_t warp_max_key(uint64_t key) {
-  const auto own = static_cast<uint32_t>(key >> 32);
-  const uint32_t high = __reduce_max_sync(kFullWarp, own);
-  const uint32_t low = __reduce_max_sync(kFullWarp, own == high ? static_cast<uint32_t>(key) : 0);
-  return static_cast<uint64_t>(high) << 32 | low;
-}
 
 /// Largest and second largest of two pairs.
 __device__ __forceinline__ void merge_two(float& first, float& second, float a, float b) {
@@ -109,10 +96,65 @@ __device__ __forceinline__ bool score_row(const TopkArgs& args, const T* row, in
   return true;
 }
 
-/// Sets the choices outside the best groups to -inf, in shared memory.
+/// What experts are chosen by, here and in shared memory, where their scores go too.
+template <int kItems>
+__device__ __forceinline__ void load_choices(const TopkArgs& args, const float (&scores)[kItems],
+                                             int lane, RowSmem<kItems>& smem,
+                                             uint32_t (&choices)[kItems]) {
+#pragma unroll
+  for (int i = 0; i < kItems; ++i) {
+    const int expert = i * 32 + lane;
+    choices[i] = 0;
+    if (expert < args.num_experts) {
+      const float choice = scores[i] + (args.bias == nullptr ? 0.0F : args.bias[expert]);
+      smem.scores[expert] = scores[i];
+      smem.choices[expert] = choice != choice ? -INFINITY : choice;
+      choices[i] = ordered_bits(smem.choices[expert]);
+    }
+  }
+  __syncwarp();
+}
+
+/// True for a group that is among the best; of equal ones the first are.
+__device__ __forceinline__ bool is_best_group(const TopkArgs& args, const float* groups, float own,
+                                              int group) {
+  int better = 0;
+  for (int other = 0; other < args.n_group; ++other) {
+    const float value = groups[other];
+    better += value > own || (value == own && other < group) ? 1 : 0;
+  }
+  return better < args.topk_group;
+}
+
+/// Sets the choices outside the best groups to -inf. A group is what the lanes hold at one index.
+template <int kItems>
+__device__ __forceinline__ void keep_best_warps(const TopkArgs& args, RowSmem<kItems>& smem,
+                                                int lane, uint32_t (&choices)[kItems]) {
+#pragma unroll
+  for (int i = 0; i < kItems; ++i) {
+    const uint32_t first = __reduce_max_sync(kFullWarp, choices[i]);
+    const int owner = __ffs(__ballot_sync(kFullWarp, choices[i] == first)) - 1;
+    const uint32_t second = __reduce_max_sync(kFullWarp, lane == owner ? 0 : choices[i]);
+    if (lane == 0) {
+      const float best = ordered_value(first);
+      smem.groups[i] = args.is_group_max ? best : best + ordered_value(second);
+    }
+  }
+  __syncwarp();
+  const bool is_kept =
+      lane < args.n_group && is_best_group(args, smem.groups, smem.groups[lane], lane);
+  const uint32_t kept = __ballot_sync(kFullWarp, is_kept);
+#pragma unroll
+  for (int i = 0; i < kItems; ++i) {
+    const bool is_expert = i * 32 + lane < args.num_experts;
+    choices[i] = is_expert && (kept >> i & 1) == 0 ? ordered_bits(-INFINITY) : choices[i];
+  }
+}
+
+/// The same for groups of any size, in shared memory.
 template <int kItems>
 __device__ __forceinline__ void keep_best_groups(const TopkArgs& args, RowSmem<kItems>& smem,
-                                                 int lane) {
+                                                 int lane, uint32_t (&choices)[kItems]) {
   const int size = args.num_experts / args.n_group;
   for (int group = 0; group < args.n_group; ++group) {
     float first = -INFINITY;
@@ -132,19 +174,45 @@ __device__ __forceinline__ void keep_best_groups(const TopkArgs& args, RowSmem<k
   }
   __syncwarp();
   for (int group = lane; group < args.n_group; group += 32) {
-    const float own = smem.groups[group];
-    int better = 0;
-    for (int other = 0; other < args.n_group; ++other) {
-      const float value = smem.groups[other];
-      better += value > own || (value == own && other < group) ? 1 : 0;
-    }
-    if (better >= args.topk_group) {
+    if (!is_best_group(args, smem.groups, smem.groups[group], group)) {
       for (int i = 0; i < size; ++i) {
         smem.choices[group * size + i] = -INFINITY;
       }
     }
   }
   __syncwarp();
+#pragma unroll
+  for (int i = 0; i < kItems; ++i) {
+    const int expert = i * 32 + lane;
+    choices[i] = expert < args.num_experts ? ordered_bits(smem.choices[expert]) : 0;
+  }
+}
+
+/// The choice of rank `lane`, for lanes below top_k.
+template <int kItems>
+__device__ __forceinline__ int32_t choose(int32_t top_k, int lane, uint32_t (&choices)[kItems]) {
+  int32_t chosen = 0;
+#pragma unroll 1
+  for (int k = 0; k < top_k; ++k) {
+    uint32_t best = 0;
+#pragma unroll
+    for (int i = 0; i < kItems; ++i) {
+      best = max(best, choices[i]);
+    }
+    best = __reduce_max_sync(kFullWarp, best);
+    uint32_t expert = UINT32_MAX;
+#pragma unroll
+    for (int i = kItems - 1; i >= 0; --i) {
+      expert = choices[i] == best ? static_cast<uint32_t>(i * 32 + lane) : expert;
+    }
+    expert = __reduce_min_sync(kFullWarp, expert);
+    chosen = lane == k ? static_cast<int32_t>(expert) : chosen;
+#pragma unroll
+    for (int i = 0; i < kItems; ++i) {
+      choices[i] = expert == static_cast<uint32_t>(i * 32 + lane) ? 0 : choices[i];
+    }
+  }
+  return chosen;
 }
 
 /// Writes the choice of rank `lane` of a token, for lanes below top_k, and its weight.
@@ -168,9 +236,12 @@ __device__ __forceinline__ void write_choice(const TopkArgs& args, const float* 
 template <typename T, int kItems>
 __global__ void __launch_bounds__(kThreads) topk_kernel(const __grid_constant__ TopkArgs args) {
   __shared__ RowSmem<kItems> rows[kWarps];
+  const int lane = threadIdx.x & 31;
+  if (args.bias != nullptr && lane * 32 < args.num_experts) {
+    ptx::prefetch_l2(args.bias + lane * 32);
+  }
   pdl_wait();
   pdl_launch_dependents();
-  const int lane = threadIdx.x & 31;
   RowSmem<kItems>& smem = rows[threadIdx.x >> 5];
   const int64_t token = static_cast<int64_t>(blockIdx.x) * kWarps + (threadIdx.x >> 5);
   if (token >= args.num_tokens) {
@@ -188,53 +259,28 @@ __global__ void __launch_bounds__(kThreads) topk_kernel(const __grid_constant__ 
     }
     return;
   }
-#pragma unroll
-  for (int i = 0; i < kItems; ++i) {
-    const int expert = i * 32 + lane;
-    if (expert < args.num_experts) {
-      const float choice = scores[i] + (args.bias == nullptr ? 0.0F : args.bias[expert]);
-      smem.scores[expert] = scores[i];
-      smem.choices[expert] = choice != choice ? -INFINITY : choice;
-    }
+  uint32_t choices[kItems];  // 0: no expert
+  load_choices(args, scores, lane, smem, choices);
+  const bool is_grouped = args.n_group > 0;
+  const bool is_group_warp = args.n_group * 32 == args.num_experts;
+  if (is_grouped && is_group_warp) {
+    keep_best_warps(args, smem, lane, choices);
+  } else if (is_grouped) {
+    keep_best_groups(args, smem, lane, choices);
   }
-  __syncwarp();
-  if (args.n_group > 0) {
-    keep_best_groups(args, smem, lane);
-  }
-  uint64_t keys[kItems];
-#pragma unroll
-  for (int i = 0; i < kItems; ++i) {
-    const int expert = i * 32 + lane;
-    keys[i] = expert < args.num_experts ? choice_key(smem.choices[expert], expert) : 0;
-  }
-  // Lane k keeps the k-th choice.
-  int32_t chosen = 0;
-  for (int k = 0; k < args.top_k; ++k) {
-    uint64_t best = 0;
-#pragma unroll
-    for (int i = 0; i < kItems; ++i) {
-      best = keys[i] > best ? keys[i] : best;
-    }
-    best = warp_max_key(best);
-    const auto expert = static_cast<int32_t>(~static_cast<uint32_t>(best));
-    chosen = lane == k ? expert : chosen;
-#pragma unroll
-    for (int i = 0; i < kItems; ++i) {
-      keys[i] = keys[i] == best ? 0 : keys[i];
-    }
-  }
-  write_choice(args, smem.scores, lane, chosen, ids, weights);
+  write_choice(args, smem.scores, lane, choose(args.top_k, lane, choices), ids, weights);
 }
 
 template <typename T>
 Status launch_topk(const char* where, const TopkArgs& args, const ExecContext& context) {
-  const auto kernel = args.num_experts <= 128   ? topk_kernel<T, 4>
-                      : args.num_experts <= 256 ? topk_kernel<T, 8>
-                                                : topk_kernel<T, 32>;
   const LaunchShape shape{dim3(static_cast<unsigned>(ceil_div(args.num_tokens, kWarps))),
                           dim3(kThreads), 0, stream_of(context)};
-  return cuda_status(
-      where, launch_dependent(kernel, shape, can_launch_dependent(context.device_index), args));
+  if (args.num_experts <= 128) {
+    return launch_spread<topk_kernel<T, 4>>(where, shape, context.device_index, args);
+  }
+  return args.num_experts <= 256
+             ? launch_spread<topk_kernel<T, 8>>(where, shape, context.device_index, args)
+             : launch_spread<topk_kernel<T, 32>>(where, shape, context.device_index, args);
 }
 
 }  // namespace

@@ -126,7 +126,7 @@ def test_excluded_groups_are_not_zero_but_minus_infinity(device: str) -> None:
 
 
 @pytest.mark.parametrize("scoring", [0, 1])
-@pytest.mark.parametrize("num_experts", [8, 64, 300])
+@pytest.mark.parametrize("num_experts", [8, 64, 128, 300])
 def test_ties_go_to_the_lower_expert_and_group(device: str, num_experts: int, scoring: int) -> None:
     logits = torch.zeros(3, num_experts, device=device)
     logits[1, 5] = 1.0
