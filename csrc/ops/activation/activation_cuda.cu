@@ -3,6 +3,7 @@
 // Gated activation over rows x[..., 2 I] -> out[..., I]: out = act(gate) * up in fp32, one
 // rounding.
 #include <cstdint>
+#include <utility>
 
 #include "ops/activation/gate.cuh"
 #include "ops/cuda_ops.h"
@@ -22,6 +23,10 @@ constexpr int kThreads = 256;
 constexpr int kWide = kCodePiece;
 /// Columns of the widest rows that become codes in the same launch.
 constexpr int64_t kMaxHeld = 16384;
+/// Threads of a row of codes, and the numbers of rows above and up to which a loop is faster: with
+/// fewer each thread has little to wait for, with more memory is what takes the time.
+constexpr int kGroupThreads = 512;
+constexpr std::pair<int64_t, int64_t> kLoopRows = {64, 512};
 
 struct ActArgs {
   const void* x;  // [rows, 2 I], gate first
@@ -112,19 +117,73 @@ __global__ void __launch_bounds__(32 * kWarps, kWarps == 16 && sizeof(T) == 2 ? 
   write_codes<kWarps>(args.code_rows, row, thread, args.width, held);
 }
 
-template <typename T, Activation kAct, int kWarps, int kHeld>
-cudaError_t launch_codes(const ActArgs& args, int64_t num_rows, const ExecContext& context) {
-  const LaunchShape shape{static_cast<unsigned>(num_rows), 32 * kWarps, 0, stream_of(context)};
-  return launch_dependent(act_codes_kernel<T, kAct, kWarps, kHeld>, shape,
-                          can_launch_dependent(context.device_index), args);
+/// The same where groups have a scale each, piece after piece: between the products of a step the
+/// code is not at hand, and a loop is fetched once.
+template <typename T, Activation kAct>
+__global__ void __launch_bounds__(kGroupThreads, sizeof(T) == 2 ? 2 : 1)
+    act_groups_kernel(const __grid_constant__ ActArgs args) {
+  constexpr int32_t kStep = kGroupThreads * kWide;
+  constexpr int kLanes = static_cast<int>(kQuantGroup) / kWide;
+  const int64_t row = blockIdx.x;
+  const auto thread = static_cast<int32_t>(threadIdx.x);
+  const T* x = static_cast<const T*>(args.x) + row * args.x_rows.stride[0];
+  T* out = static_cast<T*>(args.out) + row * args.out_rows.stride[0];
+  pdl_launch_dependents();
+  pdl_wait();
+  CodeSource<T> gate;
+  CodeSource<T> up;
+  const auto load = [&](int32_t column) {
+    gate = {};
+    up = {};
+    if (column < args.width) {
+      gate = *reinterpret_cast<const CodeSource<T>*>(x + column);
+      up = *reinterpret_cast<const CodeSource<T>*>(x + args.width + column);
+    }
+  };
+  load(thread * kWide);
+  // Whole warps, for lanes find the scale of a group together.
+#pragma unroll 1
+  for (int32_t first = thread / 32 * 32 * kWide; first < args.width; first += kStep) {
+    const int32_t column = first + thread % 32 * kWide;
+    const CodeSource<T> now[2] = {gate, up};
+    load(column + kStep);
+    float values[kWide];
+#pragma unroll
+    for (int i = 0; i < kWide; ++i) {
+      values[i] = activate<kAct>(to_float(now[0].values[i])) * to_float(now[1].values[i]);
+    }
+    const CodeSource<T> held[1] = {round_floats<T>(values)};
+    const bool is_real = column < args.width;
+    if (is_real && !args.is_codes_only) {
+      *reinterpret_cast<CodeSource<T>*>(out + column) = held[0];
+    }
+    if (args.code_rows.is_int8) {
+      write_group<Int8Code, kLanes>(args.code_rows, row, column, is_real, held);
+    } else {
+      write_group<E4m3Code, kLanes>(args.code_rows, row, column, is_real, held);
+    }
+  }
+}
+
+/// A CTA for each row.
+cudaError_t launch_rows(void (*kernel)(ActArgs), int threads, const ActArgs& args, int64_t num_rows,
+                        const ExecContext& context) {
+  const LaunchShape shape{static_cast<unsigned>(num_rows), static_cast<unsigned>(threads), 0,
+                          stream_of(context)};
+  return launch_dependent(kernel, shape, can_launch_dependent(context.device_index), args);
 }
 
 template <typename T, Activation kAct>
 cudaError_t launch_act(const ActArgs& args, int64_t num_rows, bool is_wide,
                        const ExecContext& context) {
   if (args.code_rows.codes != nullptr) {
-    return args.width <= kMaxHeld / 8 ? launch_codes<T, kAct, 4, 2>(args, num_rows, context)
-                                      : launch_codes<T, kAct, 16, 4>(args, num_rows, context);
+    if (args.width <= kMaxHeld / 8) {
+      return launch_rows(act_codes_kernel<T, kAct, 4, 2>, 32 * 4, args, num_rows, context);
+    }
+    const bool is_loop = num_rows > kLoopRows.first && num_rows <= kLoopRows.second;
+    const auto kernel = is_loop && !args.code_rows.is_whole ? act_groups_kernel<T, kAct>
+                                                            : act_codes_kernel<T, kAct, 16, 4>;
+    return launch_rows(kernel, kGroupThreads, args, num_rows, context);
   }
   return is_wide ? launch_pieces<T, kAct, kWide>(args, num_rows, context)
                  : launch_pieces<T, kAct, 1>(args, num_rows, context);
@@ -179,6 +238,7 @@ Status touch_both(const char* where) {
   DIFFULEX_RETURN_IF_ERROR(touch_kernel(where, act_kernel<T, kAct, kWide>));
   DIFFULEX_RETURN_IF_ERROR(touch_kernel(where, act_codes_kernel<T, kAct, 4, 2>));
   DIFFULEX_RETURN_IF_ERROR(touch_kernel(where, act_codes_kernel<T, kAct, 16, 4>));
+  DIFFULEX_RETURN_IF_ERROR(touch_kernel(where, act_groups_kernel<T, kAct>));
   return touch_kernel(where, act_kernel<T, kAct, 1>);
 }
 

@@ -208,3 +208,30 @@ def test_a_captured_graph(dtype: torch.dtype) -> None:
         graph.replay()
         for tensor, expected in zip(found, want, strict=True):
             assert torch.equal(tensor.view(torch.uint8), expected.view(torch.uint8))
+
+
+@DEVICES
+@CODES
+@SOURCES
+@IS_WHOLE
+@pytest.mark.parametrize(("num_rows", "width"), [(64, 2056), (65, 2056), (200, 12296), (513, 5120)])
+def test_act_and_mul_of_many_rows(
+    device: str,
+    dtype: torch.dtype,
+    source: torch.dtype,
+    is_whole: bool,
+    num_rows: int,
+    width: int,
+) -> None:
+    """Where pieces of a row follow each other in a loop, and next to it."""
+    x = rows_of(2 * width, source, device).repeat(num_rows // 9 + 1, 1)[:num_rows]
+    plain = ops.act_and_mul(x, ops.Activation.SILU)
+    want = ops.quantize_rows(plain, dtype, group=width if is_whole else ops.QUANT_GROUP)
+    for codes_only in (False, True):
+        found = ops.QuantizedRows(
+            torch.zeros_like(want.codes), torch.full_like(want.scale, 7.0), codes_only
+        )
+        out = ops.act_and_mul(x, ops.Activation.SILU, rows=found)
+        assert codes_only or torch.equal(out, plain)
+        assert torch.equal(found.codes.view(torch.uint8), want.codes.view(torch.uint8))
+        assert torch.equal(found.scale[:, :num_rows], want.scale[:, :num_rows])
