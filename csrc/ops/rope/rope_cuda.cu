@@ -23,8 +23,9 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / 32;
 constexpr int32_t kMaxHeadDim = 512;
-/// From here on the tables of a token are worth keeping for several heads.
-constexpr int64_t kManyTokens = 512;
+/// From here on the tables of a token are worth keeping for several heads, and a kernel that is a
+/// loop for reading less code.
+constexpr int64_t kManyTokens = 256;
 
 /// How lanes share a head: each handles kUnits units of kWidth elements, kWidth / 2 rotary pairs.
 /// Results depend on the shape alone, never on the number of tokens.

@@ -259,3 +259,25 @@ def test_results_repeat_bit_for_bit(device: str) -> None:
         ops.qk_norm_rope(copy, torch.arange(9, device=device), table, weight, weight, **numbers)
         runs.append(copy)
     assert all(torch.equal(run, runs[0]) for run in runs)
+
+
+@DTYPES
+@pytest.mark.parametrize("neox", [True, False])
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_many_tokens_have_the_bits_of_few(
+    device: str, dtype: torch.dtype, neox: bool, dim: int
+) -> None:
+    table = angles(dim, device)
+    qkv = torch.randn(600, 8 * dim).to(dtype).to(device)
+    weight = torch.randn(dim).to(dtype).to(device)
+    positions = positions_of(600, torch.int64, device)
+    numbers: dict[str, Any] = {
+        "num_q_heads": 4, "num_kv_heads": 2, "head_dim": dim, "eps": EPS, "neox": neox
+    }  # fmt: skip
+    parts = [part.clone() for part in qkv.split(100)]
+    for part, place in zip(parts, positions.split(100), strict=True):
+        ops.qk_norm_rope(part, place, table, weight, weight, **numbers)
+    for count in (256, 600):
+        rows = qkv[:count].clone()
+        ops.qk_norm_rope(rows, positions[:count], table, weight, weight, **numbers)
+        assert torch.equal(rows, torch.cat(parts)[:count])
