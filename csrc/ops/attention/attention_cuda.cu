@@ -269,13 +269,21 @@ Status add_up_splits(const AttentionArgs& args, DType dtype, const ExecContext& 
   return attention_combine(args, dtype, context);
 }
 
+/// Whether codes in place of rows save time. The end of a tile whose keys are whole is much code,
+/// which a CTA of one unit reads from memory once: that takes longer than a second launch.
+bool is_worth_codes(const AttentionArgs& args, int32_t device_index) {
+  return args.num_splits > 1 ||
+         int64_t{args.num_reqs} * args.num_kv_heads * args.tiles_per_request >
+             device_processors(device_index);
+}
+
 /// Launches a Hopper kernel, one that writes the wanted codes where there is one, and tells whether
 /// it does.
 Status launch_hopper(const BlockAttentionParams& params, CodedAttentionArgs& args,
                      const sm90::AttentionEntry* entry, bool& has_written_codes,
                      const ExecContext& context) {
   CodeRows rows;
-  if (params.codes.present()) {
+  if (params.codes.present() && is_worth_codes(args, context.device_index)) {
     rows = CodeRows::of(params.codes, params.codes_scale);
     const auto* writer = find_hopper(params, entry->rows_per_tile, true);
     has_written_codes = writer != nullptr && !rows.is_int8 && rows.has_pieces(params.codes.last());

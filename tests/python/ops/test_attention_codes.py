@@ -97,7 +97,14 @@ def writes_codes(call: Call, kind: torch.dtype) -> bool:
     has_plain_pages = "k_scale" not in call and "kv_layout" not in call
     is_copied = has_plain_pages and 8 <= call["k_cache"].size(1) <= 256
     is_written = q.dtype == torch.bfloat16 and q.size(2) == 128 and kind == torch.float8_e4m3fn
-    return is_hopper and is_copied and is_written
+    if not (is_hopper and is_copied and is_written):
+        return False
+    # Where keys are whole, units must be more than there are multiprocessors.
+    num_requests, heads, kv_heads = len(call["context_lens"]), q.size(1), call["k"].size(1)
+    tokens = max(1, 128 // (heads // kv_heads))
+    units = num_requests * kv_heads * -(-call["max_seqlen_q"] // tokens)
+    processors = torch.cuda.get_device_properties(q.device).multi_processor_count
+    return call["num_splits"] > 1 or units > processors
 
 
 def expect_codes(call: Call, kind: torch.dtype, *, lefts: tuple[int, ...] = (8, 3)) -> None:
@@ -140,6 +147,19 @@ def test_packed_rows(
     """Requests of one to three tiles, with rows that are not real and without a cached key."""
     requests = ((40, 37, 70), (8, 8, 0), (1, 1, 33), (5, 0, 9))
     expect_codes(call_of(device, head_dim, dtype, requests, page_size=page_size), kind)
+
+
+@CODES
+@pytest.mark.parametrize("has_coded_cache", [False, True])
+@pytest.mark.parametrize(("num_rows", "pairs"), [(5, 40), (40, 20)])
+def test_many_units(
+    device: str, kind: torch.dtype, has_coded_cache: bool, num_rows: int, pairs: int
+) -> None:
+    """More units than multiprocessors, whose keys are whole: one kernel writes their codes."""
+    requests = ((num_rows, num_rows - 1, 20), (num_rows, num_rows, 0)) * pairs
+    options: Call = {"num_splits": 1, "has_coded_cache": has_coded_cache}
+    call = call_of(device, 128, torch.bfloat16, requests, **options)
+    expect_codes(call, kind, lefts=(8,))
 
 
 @pytest.mark.every(7)
