@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 import sys
 import tempfile
@@ -96,14 +97,23 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def kernel_rows(work: Sequence[Work], steps: int, top: int) -> list[dict[str, Any]]:
-    times: dict[str, list[float]] = defaultdict(list)
+    """What most of the busy time went to.
+
+    A kernel may start before the one in front of it has ended and then waits for it. `us_alone` counts from
+    that end on: all of it adds up to the busy time.
+    """
+    times: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    end = -math.inf
     for item in work:
-        times[item.name].append(item.end - item.begin)
+        alone = max(0.0, item.end - max(end, item.begin))
+        end = max(end, item.end)
+        times[item.name].append((item.end - item.begin, alone))
     rows = [
         {
-            "us_per_step": round(sum(values) / steps, 1),
+            "us_per_step": round(sum(alone for _, alone in values) / steps, 1),
             "launches": round(len(values) / steps, 2),
-            "us": round(statistics.median(values), 2),
+            "us_alone": round(statistics.median(alone for _, alone in values), 2),
+            "us": round(statistics.median(whole for whole, _ in values), 2),
             "name": name[:100],
         }
         for name, values in times.items()
@@ -240,7 +250,7 @@ def main(argv: list[str] | None = None) -> int:
             file.write(json.dumps(line) + "\n")
     if options.tp > 1:
         print(markdown_table(RankTotals._fields, result["ranks"]))
-    print(markdown_table(("us_per_step", "launches", "us", "name"), kernels))
+    print(markdown_table(("us_per_step", "launches", "us_alone", "us", "name"), kernels))
     for span, before, after in gaps:
         print(f"idle {span:.1f} us between {before[:60]} and {after[:60]}")
     if options.target is not None and result["busy_percent"] < options.target:

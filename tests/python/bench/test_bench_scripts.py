@@ -50,7 +50,7 @@ def test_profile_of_two_ranks(tmp_path, which):
     late = [each["late_us"] for each in found["ranks"]]
     assert min(late) >= 0
     assert 0 < found["first_exchange_skew_us"] < 1e6
-    names = [row.split("|")[-2].strip() for row in table if row.count("|") == 5]
+    names = [row.split("|")[-2].strip() for row in table if row.count("|") == 6]
     assert {"name", "gloo:all_reduce", "diffulex::add_rms_norm"} <= set(names)
 
 
@@ -427,3 +427,12 @@ def test_failures(tmp_path):
 
 def test_failures_that_are_not_known():
     run("bench_failures.py", "--rows", "F1,F99", status=2)
+
+
+def test_a_kernel_counts_from_the_end_of_the_one_before(monkeypatch):
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    work_type = import_module("rank_traces").Work
+    work = [work_type(*each) for each in (("a", 0, 10), ("b", 4, 16), ("c", 12, 15), ("a", 20, 24))]
+    rows = import_module("profile_decode").kernel_rows(work, 2, 3)
+    found = [(row["name"], row["us_per_step"], row["us_alone"], row["us"]) for row in rows]
+    assert found == [("a", 7, 7, 7), ("b", 3, 6, 12), ("c", 0, 0, 3)]
