@@ -47,9 +47,13 @@ class Quantizer(Protocol):
         """The model that `make` returns, its large matrices without memory."""
 
     def saved_bytes(
-        self, model: nn.Module, table: Mapping[str, torch.Tensor], dtype: torch.dtype
+        self,
+        model: nn.Module,
+        table: Mapping[str, torch.Tensor],
+        dtype: torch.dtype,
+        device: torch.device | str,
     ) -> int:
-        """What it saves of a model with this weight table."""
+        """What it saves on a device of a model with this weight table."""
 
     def apply(
         self, model: nn.Module, table: Mapping[str, torch.Tensor], device: torch.device | str
@@ -243,7 +247,7 @@ def _build(
     table = table_of(on_meta)
     needed = memory.built_bytes(on_meta)
     if quantizer is not None:
-        needed -= quantizer.saved_bytes(on_meta, table, dtype)
+        needed -= quantizer.saved_bytes(on_meta, table, dtype, device)
     with memory.reporting_memory(needed, device, scheme):
         memory.check_memory(needed, device, scheme, num_ranks)
         if quantizer is None:

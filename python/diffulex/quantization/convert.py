@@ -357,7 +357,7 @@ def _verify(name: str, spec: ModelSpec, place: Path, sums: Mapping[str, int]) ->
     quantization = read_stored(place)
     assert quantization is not None
     StoredQuantizer(quantization, place).saved_bytes(
-        model, tied_weight_table(model, place), torch.bfloat16
+        model, tied_weight_table(model, place), torch.bfloat16, "cpu"
     )
     found, reader = find_tensors(place), TensorReader("cpu")
     for key, expected in sums.items():

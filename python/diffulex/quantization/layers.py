@@ -157,6 +157,11 @@ class _Matrix:
         """Columns of the whole matrix, of which the layer may have a part."""
         return self.places[0].part.shape[-1]
 
+    def made_on(self, device: torch.device | str) -> torch.device | str:
+        """Where its weights are made for a device: those of a stack there get their memory later."""
+        is_stacked = self.values.dim() == 3 and QuantizedExperts.are_stacked(device)
+        return "meta" if is_stacked else device
+
     @cached_property
     def places_of(self) -> list[list[_Place]]:
         """The places in each matrix of a stack, in the order of their rows."""
@@ -196,12 +201,18 @@ class _Quantizer:
             return make()
 
     def saved_bytes(
-        self, model: nn.Module, table: Mapping[str, torch.Tensor], dtype: torch.dtype
+        self,
+        model: nn.Module,
+        table: Mapping[str, torch.Tensor],
+        dtype: torch.dtype,
+        device: torch.device | str,
     ) -> int:
-        """What low precision saves of a model, which may be on the meta device."""
+        """What low precision saves on a device of a model, which may be on the meta device."""
         saved = 0
         for matrix in self._chosen(model, table):
-            held = sum(self._new_weight(matrix, i, "meta").nbytes for i in range(matrix.count))
+            where = matrix.made_on(device)
+            weights = (self._new_weight(matrix, i, where, "meta") for i in range(matrix.count))
+            held = sum(weight.nbytes for weight in weights)
             saved += matrix.values.numel() * dtype.itemsize - held
         return saved
 
@@ -218,9 +229,8 @@ class _Quantizer:
         """
         sinks: dict[str, Sink] = {}
         taken: dict[int, list[tuple[QuantizedWeight, ...]]] = {}
-        is_stacked = QuantizedExperts.are_stacked(device)
         for matrix in self._noted(model, table):
-            where = "meta" if is_stacked and matrix.values.dim() == 3 else device
+            where = matrix.made_on(device)
             weights = tuple(self._new_weight(matrix, i, where) for i in range(matrix.count))
             taken.setdefault(id(matrix.owner), []).append(weights)
             for place in matrix.places:
@@ -245,9 +255,21 @@ class _Quantizer:
         return chosen
 
     def _new_weight(
-        self, matrix: _Matrix, index: int, device: torch.device | str
+        self,
+        matrix: _Matrix,
+        index: int,
+        device: torch.device | str,
+        memory: torch.device | str | None = None,
     ) -> QuantizedWeight:
-        """For a matrix, or for one of a stack."""
+        """For a matrix, or for one of a stack; places as `QuantizedWeight` has them."""
+        shapes, scheme = self._form(matrix, index, device)
+        depth, dtype = matrix.values.size(-1), matrix.values.dtype
+        return QuantizedWeight(shapes, depth, scheme, device, dtype, memory)
+
+    def _form(
+        self, matrix: _Matrix, index: int, device: torch.device | str
+    ) -> tuple[list[Shape], WeightScheme]:
+        """Rows of one matrix as they are held."""
         raise NotImplementedError
 
 
@@ -322,14 +344,13 @@ class ModelQuantizer(_Quantizer):
         }
         return named == {False} and all(plan.is_large(size, matrix.depth) for size in sizes)
 
-    def _new_weight(
+    def _form(
         self, matrix: _Matrix, index: int, device: torch.device | str
-    ) -> QuantizedWeight:
+    ) -> tuple[list[Shape], WeightScheme]:
         scheme = self._scheme_of(matrix, device)
         group = self.plan.group_of(matrix.depth) if scheme == WeightScheme.INT4 else 0
         segments = matrix.segments(index, _boundaries(matrix), scheme)
-        shapes = [Shape(rows, group) for _, rows in segments]
-        return QuantizedWeight(shapes, matrix.values.size(-1), scheme, device, matrix.values.dtype)
+        return [Shape(rows, group) for _, rows in segments], scheme
 
     def _scheme_of(self, matrix: _Matrix, device: torch.device | str = "cpu") -> WeightScheme:
         """An output head does not bear 4 bits: it has those of 8 that the device multiplies fastest."""
@@ -389,9 +410,9 @@ class StoredQuantizer(_Quantizer):
                 )
         return False
 
-    def _new_weight(
+    def _form(
         self, matrix: _Matrix, index: int, device: torch.device | str
-    ) -> QuantizedWeight:
+    ) -> tuple[list[Shape], WeightScheme]:
         first = self._stored[matrix.places_of[index][0].name]
         assert isinstance(first, StoredMatrix)
         scheme, shapes = WeightScheme[first.scheme.upper()], []
@@ -407,7 +428,7 @@ class StoredQuantizer(_Quantizer):
                     has_order=stored.has_order,
                 )
             )
-        return QuantizedWeight(shapes, matrix.values.size(-1), scheme, device, matrix.values.dtype)
+        return shapes, scheme
 
 
 def _common(modules: Sequence[str]) -> str:

@@ -46,9 +46,9 @@ class _Part:
     """Consecutive rows of a weight, whose blocks begin with them."""
 
     __slots__ = (
-        "_has_tiles",
         "codes",
         "depth",
+        "has_tiles",
         "order",
         "rows",
         "scale",
@@ -65,21 +65,26 @@ class _Part:
         scheme: WeightScheme,
         device: torch.device,
         dtype: torch.dtype | None,
+        memory: torch.device,
     ) -> None:
         self.rows, self.depth, self.scheme = slice(start, start + shape.rows), depth, scheme
         self.shape = shape
         codes, scale = ops.weight_parts(shape.rows, depth, scheme, shape.group)
-        self.codes = torch.empty(codes[0], dtype=codes[1], device=device)
-        of_scale = torch.float32 if shape.has_exact_scale else scale[1]
-        self.scale = torch.empty(scale[0], dtype=of_scale, device=device)
-        self.zeros: torch.Tensor | None = None
-        if shape.has_zeros:
-            self.zeros = torch.empty(scale[0], dtype=torch.uint8, device=device)
-        #: Of the columns; None: as they are.
-        self.order: torch.Tensor | None = None
         is_tileable = scheme == WeightScheme.INT4 and dtype == torch.bfloat16
         is_tileable &= ops.is_tileable(shape.rows, depth, shape.group)
-        self._has_tiles = is_tileable and ops.has_hopper_kernels(device)
+        #: Whether products take tiles.
+        self.has_tiles = is_tileable and ops.has_hopper_kernels(device)
+        # Beside tiles are scales of bfloat16 alone, or of float32 with zero points of bfloat16.
+        is_paired = self.has_tiles and (shape.has_exact_scale or shape.has_zeros)
+        of_scale = torch.float32 if shape.has_exact_scale or is_paired else scale[1]
+        of_zeros = torch.bfloat16 if is_paired else torch.uint8
+        self.codes = torch.empty(codes[0], dtype=codes[1], device=memory)
+        self.scale = torch.empty(scale[0], dtype=of_scale, device=memory)
+        self.zeros: torch.Tensor | None = None
+        if shape.has_zeros or is_paired:
+            self.zeros = torch.full(scale[0], ops.INT4_ZERO, dtype=of_zeros, device=memory)
+        #: Of the columns; None: as they are.
+        self.order: torch.Tensor | None = None
 
     @property
     def nbytes(self) -> int:
@@ -109,14 +114,9 @@ class _Part:
         if stored.order is not None:
             self.order = stored.order.to(self.codes.device)
 
-    @property
-    def has_tiles(self) -> bool:
-        """Whether products take tiles."""
-        return self._has_tiles
-
     def place_in(self, codes: torch.Tensor, scale: torch.Tensor) -> None:
-        """Takes other memory for what will be written, in rows."""
-        self.codes, self.scale, self._has_tiles = codes, scale, False
+        """Takes other memory for what will be written, in rows; it was made without tiles."""
+        self.codes, self.scale = codes, scale
 
     def _of_rows(self, scale: torch.Tensor, first: int, last: int) -> torch.Tensor:
         if self.scheme == WeightScheme.INT4:
@@ -142,7 +142,7 @@ class _Part:
         """The codes by row, whatever form they have."""
         if self.codes.dim() == 2:
             return self.codes
-        if self._has_tiles:
+        if self.has_tiles:
             return ops.from_nibble_tiles(self.codes.clone())
         num_rows = self.shape.rows
         shape, dtype = ops.weight_parts(num_rows, self.depth, self.scheme, self.group)[0]
@@ -151,14 +151,14 @@ class _Part:
     def _unpack(self) -> None:
         """Gives the codes the form of rows once more, after products; tiles keep their memory, which
         captured graphs read."""
-        is_tiled = self._has_tiles and self.codes.dim() == 4
+        is_tiled = self.has_tiles and self.codes.dim() == 4
         self.codes = ops.from_nibble_tiles(self.codes) if is_tiled else self.row_major()
 
     @property
     def can_gate(self) -> bool:
         """Whether one kernel multiplies gate and up, which are halves of the rows."""
         if self.scheme == WeightScheme.INT4:
-            return self._has_tiles and self.codes.dim() == 4 and self.order is None
+            return self.has_tiles and self.codes.dim() == 4 and self.order is None
         if self.codes.device.type == "cpu":
             return False
         half = self.shape.rows // 2
@@ -166,22 +166,23 @@ class _Part:
 
     def pack(self) -> None:
         """Gives the codes the form of products."""
-        if self.codes.dim() == 2 and self.codes.device.type == "cpu":
-            self.codes = ops.pack_panels(self.codes)
-        is_by_row = self.codes.dim() == 2
-        if is_by_row and self.zeros is not None and bool((self.zeros == ops.INT4_ZERO).all()):
-            self.zeros = None
-        if self._has_tiles and is_by_row:
+        if self.codes.dim() > 2:
+            return
+        if self.has_tiles:
             self.codes = ops.to_nibble_tiles(self.codes)
-            self._pair_scales()
+        elif self.codes.device.type == "cpu":
+            self.codes = ops.pack_panels(self.codes)
+            return
+        self._leave_out_zeros()
 
-    def _pair_scales(self) -> None:
-        """Beside tiles are scales of bfloat16 alone, or of float32 with zero points."""
-        if self.zeros is not None:
-            self.scale, self.zeros = self.scale.float(), self.zeros.bfloat16()
-        elif self.scale.dtype == torch.float32:
-            zeros = torch.full_like(self.scale, ops.INT4_ZERO, dtype=torch.bfloat16)
-            self.zeros = zeros
+    def _leave_out_zeros(self) -> None:
+        """Zero points that are all 8, unless scales of float32 have to have some beside them."""
+        has_pair = self.has_tiles and self.shape.has_exact_scale
+        if self.zeros is None or has_pair or bool((self.zeros != ops.INT4_ZERO).any()):
+            return
+        if self.has_tiles:  # the scales are bfloat16 again, in the memory of the zero points
+            self.scale = self.zeros.copy_(self.scale)
+        self.zeros = None
 
     def gated_product(
         self, x: ops.QuantizedRows | torch.Tensor, act: ops.Activation, out: torch.Tensor
@@ -228,7 +229,9 @@ class QuantizedWeight:
     Args:
         shapes: of the projections that W stacks; those of blocks have blocks of their own.
         depth: K.
+        device: whose products take W, which tells the types of all parts.
         dtype: of the rows that are multiplied; None: any.
+        memory: where W lies; None: on the device.
     """
 
     __slots__ = (
@@ -248,6 +251,7 @@ class QuantizedWeight:
         scheme: WeightScheme,
         device: torch.device | str,
         dtype: torch.dtype | None = None,
+        memory: torch.device | str | None = None,
     ) -> None:
         self.scheme, self.depth = scheme, depth
         self.num_rows = sum(shape.rows for shape in shapes)
@@ -259,17 +263,16 @@ class QuantizedWeight:
         if scheme == WeightScheme.FP8_BLOCK:
             is_whole = not any(shape.rows % ops.QUANT_GROUP for shape in shapes[:-1])
         self._parts: list[_Part] = []
-        start = 0
+        start, device = 0, torch.device(device)
+        memory = device if memory is None else torch.device(memory)
         for shape in [replace(first, rows=self.num_rows)] if is_whole else shapes:
-            self._parts.append(_Part(start, shape, depth, scheme, torch.device(device), dtype))
+            self._parts.append(_Part(start, shape, depth, scheme, device, dtype, memory))
             start += shape.rows
         self.is_batch_invariant = False
         self._own_rows: int | None = None
         if scheme == WeightScheme.INT4:
             has_tiles = all(part.has_tiles for part in self._parts)
-            self._own_rows = vendor.own_nibble_rows(
-                torch.device(device), self.num_rows, depth, has_tiles
-            )
+            self._own_rows = vendor.own_nibble_rows(device, self.num_rows, depth, has_tiles)
         elif len(self._parts) == 1:
             self._own_rows = vendor.own_rows(scheme, self._parts[0].codes)
 

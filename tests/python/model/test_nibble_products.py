@@ -53,6 +53,37 @@ def test_products_of_many_rows_are_those_of_few(
     assert torch.equal(weight.product(x, None, bias)[:4], alone)
 
 
+@pytest.mark.parametrize("has_exact_scale", [False, True])
+@pytest.mark.parametrize("zero", [ops.INT4_ZERO, 5, None])
+def test_scales_beside_tiles_take_no_new_memory(
+    monkeypatch: pytest.MonkeyPatch, zero: int | None, has_exact_scale: bool
+) -> None:
+    """Zero points of 8 stay with scales of float32; those of bfloat16 are alone again."""
+    monkeypatch.setattr(ops, "has_hopper_kernels", lambda device: device.type == "cpu")
+    parts = Parts(96, 512, 64, has_zeros=False)
+    zeros = None if zero is None else torch.full(parts.scales.shape, zero, dtype=torch.uint8)
+    shape = Shape(96, 64, has_exact_scale, has_zeros=zero is not None)
+    weight = QuantizedWeight([shape], 512, WeightScheme.INT4, "cpu", torch.bfloat16)
+    on_meta = QuantizedWeight([shape], 512, WeightScheme.INT4, "cpu", torch.bfloat16, "meta")
+    (part,) = weight.parts
+    assert on_meta.parts[0].codes.is_meta
+    assert on_meta.nbytes == weight.nbytes
+    before = {tensor.data_ptr() for tensor in (part.scale, part.zeros) if tensor is not None}
+    weight.write_codes(0, Codes(parts.codes, parts.scales, zeros), slice(0, 96))
+    weight.packed()
+    held = [tensor for tensor in (part.scale, part.zeros) if tensor is not None]
+    assert {tensor.data_ptr() for tensor in held} <= before
+    assert torch.equal(part.row_major(), parts.codes)
+    assert torch.equal(part.scale.float(), parts.scales.float())
+    if has_exact_scale or zero == 5:
+        assert [tensor.dtype for tensor in held] == [torch.float32, torch.bfloat16]
+        assert part.zeros is not None
+        assert bool((part.zeros == (ops.INT4_ZERO if zero is None else zero)).all())
+        assert weight.nbytes == on_meta.nbytes
+    else:
+        assert [tensor.dtype for tensor in held] == [torch.bfloat16]
+
+
 def test_who_multiplies(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = torch.device("cuda")
     own_rows = vendor.own_nibble_rows

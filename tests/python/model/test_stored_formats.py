@@ -4,14 +4,16 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
-from diffulex import Diffulex, SamplingParams
-from diffulex.checkpoint import low_precision
+from diffulex import Diffulex, SamplingParams, ops
+from diffulex.checkpoint import low_precision, memory
 from diffulex.checkpoint.auto_model import detect, load_model
 from diffulex.checkpoint.join_matrices import join_matrices
 from diffulex.checkpoint.loader import find_stored, weight_table_of
@@ -19,6 +21,7 @@ from diffulex.checkpoint.tensor_files import find_tensors
 from diffulex.checkpoint.tensor_reader import TensorReader
 from diffulex.errors import CheckpointError, ConfigError
 from diffulex.nn.linear import Linear, pack_weights
+from diffulex.profiling.memory import tensor_bytes
 from diffulex.quantization.layers import StoredQuantizer
 from diffulex.quantization.stored import read_stored
 from diffulex.quantization.weights import QuantizedExperts, QuantizedWeight
@@ -30,11 +33,15 @@ from fixtures.quantized import (
     FORMATS,
     Checked,
     Format,
+    awq,
     compressed,
     error_of,
+    gptq,
+    packed,
     read_tensors,
     rows_by_product,
 )
+from fixtures.twins import Twin
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -49,11 +56,11 @@ def write(directory: Path, stored: Format, config: dict[str, Any] = CONFIG) -> d
     return stored.write(directory)
 
 
-def load(directory: Path, as_stored: bool = True) -> Any:
+def load(directory: Path, as_stored: bool = True, dtype: torch.dtype = FP32) -> Any:
     name, spec, info = detect(directory)
     assert info.stored is not None
     quantizer = StoredQuantizer(info.stored, directory) if as_stored else None
-    return load_model(name, spec, directory, FP32, "cpu", quantizer=quantizer)
+    return load_model(name, spec, directory, dtype, "cpu", quantizer=quantizer)
 
 
 def meant_rows(meant: dict[str, torch.Tensor], layer: int) -> dict[str, torch.Tensor]:
@@ -94,6 +101,79 @@ def test_products_are_those_of_the_dequantised_matrix(tmp_path, name: str) -> No
             assert held.scheme.name.lower() == FORMATS[name].scheme
             found = rows_by_product(held)
             assert torch.allclose(found, rows, rtol=2e-6, atol=0), key
+
+
+def of_group(name: str, group: int, encode: Any) -> Format:
+    """A format of 4 bits with groups of another size."""
+    config = json.loads(json.dumps(FORMATS[name].config))
+    if name.startswith("ct"):
+        config["config_groups"]["group_0"]["weights"]["group_size"] = group
+    else:
+        config["group_size"] = group
+    return replace(FORMATS[name], config=config, encode=encode)
+
+
+@pytest.mark.parametrize("is_hopper", [False, True])
+@pytest.mark.parametrize("group", [32, 128])
+@pytest.mark.parametrize(
+    ("name", "make"),
+    [
+        ("gptq_v1", gptq),
+        ("gptq_sym", partial(gptq, is_symmetric=True)),
+        ("awq", awq),
+        ("ct_int4", partial(packed, is_symmetric=True)),
+        ("ct_int4", partial(packed, is_symmetric=True, of_scale=torch.float16)),
+        ("ct_int4_zeros", partial(packed, is_symmetric=False)),
+    ],
+)
+def test_the_memory_that_is_asked_for_holds_scales_and_zero_points(
+    tmp_path, monkeypatch: pytest.MonkeyPatch, name: str, make: Any, group: int, is_hopper: bool
+) -> None:
+    """In the types that products take, which beside tiles are larger than the stored ones; tiles are made
+    anywhere, and multiplied on compute capability 9.0."""
+    config = tiny_config(hidden_size=128, intermediate_size=256)
+    meant = write(tmp_path, of_group(name, group, make(group)), config)
+    asked: list[int] = []
+    monkeypatch.setattr(memory, "check_memory", lambda needed, *_: asked.append(needed))
+    # As on a device, only its own answers so: not the meta device, on which bytes are counted.
+    monkeypatch.setattr(
+        ops, "has_hopper_kernels", lambda device: is_hopper and device.type == "cpu"
+    )
+    model = load(tmp_path, dtype=torch.bfloat16)
+    assert asked == [tensor_bytes(model)]
+    pack_weights(model)
+    assert asked == [tensor_bytes(model)]
+    for layer in range(model.spec.num_layers):
+        for key, rows in meant_rows(meant, layer).items():
+            held = model.layers[layer].get_submodule(key).format
+            assert torch.equal(Twin(held).values, rows.double())
+            for part in held.parts:
+                assert part.has_tiles == is_hopper
+                if part.has_tiles:
+                    assert part.codes.size(0) == part.shape.rows // 8
+                    is_pair = (part.scale.dtype, part.zeros is not None) == (FP32, True)
+                    assert is_pair == part.is_foreign
+                    assert not is_pair or part.zeros.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("is_stacked", [False, True])
+def test_the_memory_that_is_asked_for_holds_the_scales_of_experts(
+    tmp_path, monkeypatch: pytest.MonkeyPatch, is_stacked: bool
+) -> None:
+    """Experts in stacks have no tiles, so that their scales stay without zero points."""
+    config = moe_config("sdar_moe", moe_intermediate_size=128, hidden_size=128)
+    moe_builder("sdar_moe", config=config).write(tmp_path)
+    replace(FORMATS["ct_int4"], encode=packed(32, True, torch.float16)).write(tmp_path)
+    asked: list[int] = []
+    monkeypatch.setattr(memory, "check_memory", lambda needed, *_: asked.append(needed))
+    monkeypatch.setattr(ops, "has_hopper_kernels", lambda device: device.type == "cpu")
+    monkeypatch.setattr(QuantizedExperts, "are_stacked", staticmethod(lambda device: is_stacked))
+    model = load(tmp_path, dtype=torch.bfloat16)
+    assert asked == [tensor_bytes(model)]
+    for experts in experts_of(model):
+        parts = [part for weight in (*experts.w13, *experts.w2) for part in weight.parts]
+        assert all(part.has_tiles != is_stacked for part in parts)
+        assert all((part.zeros is None) == is_stacked for part in parts)
 
 
 def logits(model: Any) -> torch.Tensor:
