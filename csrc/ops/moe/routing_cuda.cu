@@ -278,9 +278,12 @@ Status launch_topk(const char* where, const TopkArgs& args, const ExecContext& c
   if (args.num_experts <= 128) {
     return launch_spread<topk_kernel<T, 4>>(where, shape, context.device_index, args);
   }
-  return args.num_experts <= 256
-             ? launch_spread<topk_kernel<T, 8>>(where, shape, context.device_index, args)
-             : launch_spread<topk_kernel<T, 32>>(where, shape, context.device_index, args);
+  if (args.num_experts <= 256) {
+    return launch_spread<topk_kernel<T, 8>>(where, shape, context.device_index, args);
+  }
+  // Beside 48 KiB of its own only one CTA would fit a multiprocessor.
+  return cuda_status(where, launch_dependent(topk_kernel<T, 32>, shape,
+                                             can_launch_dependent(context.device_index), args));
 }
 
 }  // namespace
