@@ -337,6 +337,8 @@ def decode_shapes() -> Iterator[Shape]:
     yield Shape(8, 8192, 32, kv_heads=2)
     yield Shape(8, 2048, 4)
     yield Shape(8, 2048, 8)
+    yield Shape(128, 256, 4)
+    yield Shape(128, 288, 4)
     for page in (16, 64, 256):
         yield Shape(8, 8192, 32, page=page)
     yield Shape(1, 4096, 256, q_heads=16, kv_heads=8, head_dim=256)
