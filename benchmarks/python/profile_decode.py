@@ -96,16 +96,19 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     return options
 
 
-def kernel_rows(work: Sequence[Work], steps: int, top: int) -> list[dict[str, Any]]:
+def kernel_rows(
+    work: Sequence[Work], steps: int, top: int, *, has_threads: bool = False
+) -> list[dict[str, Any]]:
     """What most of the busy time went to.
 
     A kernel may start before the one in front of it has ended and then waits for it. `us_alone` counts from
-    that end on: all of it adds up to the busy time.
+    that end on: all of it adds up to the busy time. `has_threads`: what overlaps is computed at the same
+    time, as by the threads of a host, and counts as a whole.
     """
     times: dict[str, list[tuple[float, float]]] = defaultdict(list)
     end = -math.inf
     for item in work:
-        alone = max(0.0, item.end - max(end, item.begin))
+        alone = max(0.0, item.end - (item.begin if has_threads else max(end, item.begin)))
         end = max(end, item.end)
         times[item.name].append((item.end - item.begin, alone))
     rows = [
@@ -219,7 +222,8 @@ def measure_ranks(options: argparse.Namespace) -> dict[str, Any]:
             facts = device_facts(work, steps.count, options.top)
         else:
             work = steps.within(host_work(traces[0]))
-            facts = {"kernels": kernel_rows(work, steps.count, options.top), "gaps": []}
+            rows = kernel_rows(work, steps.count, options.top, has_threads=True)
+            facts = {"kernels": rows, "gaps": []}
     ranks = [each._asdict() for each in totals]
     step_ms = summary(seconds)["step_ms"]
     return {**facts, "step_ms": step_ms, "first_exchange_skew_us": skew, "ranks": ranks}

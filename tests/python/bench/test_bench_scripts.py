@@ -436,3 +436,5 @@ def test_a_kernel_counts_from_the_end_of_the_one_before(monkeypatch):
     rows = import_module("profile_decode").kernel_rows(work, 2, 3)
     found = [(row["name"], row["us_per_step"], row["us_alone"], row["us"]) for row in rows]
     assert found == [("a", 7, 7, 7), ("b", 3, 6, 12), ("c", 0, 0, 3)]
+    whole = import_module("profile_decode").kernel_rows(work, 2, 2, has_threads=True)
+    assert [(row["name"], row["us_per_step"]) for row in whole] == [("a", 7), ("b", 6)]

@@ -535,8 +535,11 @@ def test_a_call_under_way_waits_while_another_thread_pauses(tiny: TinyModel, cal
         assert [tuple(item) for item in answer.result(60)] == expected
         # Closing ends the wait as well.
         gate.has_begun.clear()
+        gate.is_open.clear()
         answer = pool.submit(call, engine)
         assert gate.has_begun.wait(60)
+        engine.pause(wait=False)
+        gate.is_open.set()
         engine.pause()
         engine.close()
         with pytest.raises(RuntimeError, match="expected an open engine"):
