@@ -26,6 +26,7 @@ constexpr int64_t kMaxHeld = 16384;
 /// Threads of a row of codes, and the numbers of rows above and up to which a loop is faster: with
 /// fewer each thread has little to wait for, with more memory is what takes the time.
 constexpr int kGroupThreads = 512;
+constexpr int kGroupWarps = kGroupThreads / 32;
 constexpr std::pair<int64_t, int64_t> kLoopRows = {64, 512};
 
 struct ActArgs {
@@ -181,8 +182,9 @@ cudaError_t launch_act(const ActArgs& args, int64_t num_rows, bool is_wide,
       return launch_rows(act_codes_kernel<T, kAct, 4, 2>, 32 * 4, args, num_rows, context);
     }
     const bool is_loop = num_rows > kLoopRows.first && num_rows <= kLoopRows.second;
-    const auto kernel = is_loop && !args.code_rows.is_whole ? act_groups_kernel<T, kAct>
-                                                            : act_codes_kernel<T, kAct, 16, 4>;
+    const auto kernel = is_loop && !args.code_rows.is_whole
+                            ? act_groups_kernel<T, kAct>
+                            : act_codes_kernel<T, kAct, kGroupWarps, 4>;
     return launch_rows(kernel, kGroupThreads, args, num_rows, context);
   }
   return is_wide ? launch_pieces<T, kAct, kWide>(args, num_rows, context)
@@ -237,7 +239,7 @@ template <typename T, Activation kAct>
 Status touch_both(const char* where) {
   DIFFULEX_RETURN_IF_ERROR(touch_kernel(where, act_kernel<T, kAct, kWide>));
   DIFFULEX_RETURN_IF_ERROR(touch_kernel(where, act_codes_kernel<T, kAct, 4, 2>));
-  DIFFULEX_RETURN_IF_ERROR(touch_kernel(where, act_codes_kernel<T, kAct, 16, 4>));
+  DIFFULEX_RETURN_IF_ERROR(touch_kernel(where, act_codes_kernel<T, kAct, kGroupWarps, 4>));
   DIFFULEX_RETURN_IF_ERROR(touch_kernel(where, act_groups_kernel<T, kAct>));
   return touch_kernel(where, act_kernel<T, kAct, 1>);
 }

@@ -261,11 +261,9 @@ __global__ void __launch_bounds__(kThreads) topk_kernel(const __grid_constant__ 
   }
   uint32_t choices[kItems];  // 0: no expert
   load_choices(args, scores, lane, smem, choices);
-  const bool is_grouped = args.n_group > 0;
-  const bool is_group_warp = args.n_group * 32 == args.num_experts;
-  if (is_grouped && is_group_warp) {
+  if (args.n_group * 32 == args.num_experts) {
     keep_best_warps(args, smem, lane, choices);
-  } else if (is_grouped) {
+  } else if (args.n_group > 0) {
     keep_best_groups(args, smem, lane, choices);
   }
   write_choice(args, smem.scores, lane, choose(args.top_k, lane, choices), ids, weights);

@@ -19,6 +19,7 @@
 #include "ops/activation/gate.cuh"
 #include "ops/quant/code.cuh"
 #include "ops/quant/scaled_tile.h"
+#include "ops/shared/cuda/device_facts.h"
 #include "ops/shared/cuda/ptx.cuh"
 #include "ops/shared/cuda/vec.cuh"
 
@@ -46,7 +47,8 @@ inline constexpr int kScaledStageBytes = kScaledRows<kTiles> * (kScaledLine + 4)
 /// Of a deep ring: three CTAs of a multiprocessor with 228 KiB have one each.
 inline constexpr int kScaledDeepCtas = 3;
 template <int kTiles>
-inline constexpr int kScaledDeep = 74 * 1024 / kScaledStageBytes<kTiles>;
+inline constexpr int kScaledDeep =
+    (228 * 1024 / kScaledDeepCtas - kReservedSharedMemory) / kScaledStageBytes<kTiles>;
 
 /// mma.m16n8k32 (PTX 7.0, sm_80) of int8: c += a b, exact.
 __device__ __forceinline__ void mma_16832(int32_t (&c)[4], const uint32_t (&a)[4], uint32_t b0,
