@@ -26,16 +26,10 @@ struct CacheView final {
     if (layout == KvLayout::kUnified) {
       return unified(cache);
     }
-    CacheView view;
-    view.data = cache.data;
-    view.page_stride = cache.stride[0];
-    view.head_stride = cache.stride[1];
+    CacheView view = placed(cache, 3, 1);
     view.chunk_stride = cache.stride[2];
-    view.token_stride = cache.stride[3];
     view.dim_stride = cache.stride[4];
     view.chunk = static_cast<int32_t>(cache.size[4] > 0 ? cache.size[4] : 1);
-    view.page_size = static_cast<int32_t>(cache.size[3]);
-    view.num_pages = static_cast<int32_t>(cache.size[0]);
     return view;
   }
 
@@ -43,14 +37,8 @@ struct CacheView final {
     if (layout == KvLayout::kUnified) {
       return unified(cache);
     }
-    CacheView view;
-    view.data = cache.data;
-    view.page_stride = cache.stride[0];
-    view.head_stride = cache.stride[1];
+    CacheView view = placed(cache, 3, 1);
     view.dim_stride = cache.stride[2];
-    view.token_stride = cache.stride[3];
-    view.page_size = static_cast<int32_t>(cache.size[3]);
-    view.num_pages = static_cast<int32_t>(cache.size[0]);
     return view;
   }
 
@@ -74,13 +62,18 @@ struct CacheView final {
 
  private:
   static CacheView unified(const TensorRef& cache) {
+    CacheView view = placed(cache, 1, 2);
+    view.dim_stride = cache.stride[3];
+    return view;
+  }
+  /// `token` and `head` are the indices of dimensions of the cache, whose first is that of pages.
+  static CacheView placed(const TensorRef& cache, int token, int head) {
     CacheView view;
     view.data = cache.data;
     view.page_stride = cache.stride[0];
-    view.token_stride = cache.stride[1];
-    view.head_stride = cache.stride[2];
-    view.dim_stride = cache.stride[3];
-    view.page_size = static_cast<int32_t>(cache.size[1]);
+    view.token_stride = cache.stride[token];
+    view.head_stride = cache.stride[head];
+    view.page_size = static_cast<int32_t>(cache.size[token]);
     view.num_pages = static_cast<int32_t>(cache.size[0]);
     return view;
   }
