@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 if TYPE_CHECKING:
     from diffulex.families.spec import ModelSpec
 
-__all__ = ["MASK_FILLING", "Decoding", "Family", "FilterOrder", "Layout"]
+__all__ = ["D2F_DEFAULTS", "MASK_FILLING", "Decoding", "Family", "FilterOrder", "Layout"]
 
 
 class FilterOrder(IntEnum):
@@ -49,6 +49,17 @@ class Decoding(NamedTuple):
 MASK_FILLERS = "diffulex.samplers.mask_fill"
 #: How a family is decoded whose sampler fills masks.
 MASK_FILLING = (Decoding(),)
+#: Of a family whose models D2F has trained.
+D2F_DEFAULTS: Mapping[str, Any] = {
+    "accept_threshold": 0.9,
+    "acceptance_rule": "threshold",
+    "block_size": 32,
+    "buffer_size": 4,
+    "confidence_space": "processed",
+    "decoding_strategy": "d2f",
+    "semi_complete_threshold": 0.95,
+    "temperature": 0.0,
+}
 
 
 @dataclass(frozen=True, slots=True)

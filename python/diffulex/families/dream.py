@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from diffulex.families.base import Family, Layout
+from diffulex.families.base import D2F_DEFAULTS, Family, Layout
 from diffulex.families.spec.decoder import FamilyTokens, decoder_reader
 
 __all__ = ["DREAM_SETTINGS", "DREAM_TOKENS", "FAMILY"]
@@ -26,16 +26,7 @@ DREAM_TOKENS = FamilyTokens(
 FAMILY = Family(
     "dream",
     decoder_reader("dream", DREAM_TOKENS, **DREAM_SETTINGS),
-    defaults={
-        "accept_threshold": 0.9,
-        "acceptance_rule": "threshold",
-        "block_size": 32,
-        "buffer_size": 4,
-        "confidence_space": "processed",
-        "decoding_strategy": "d2f",
-        "semi_complete_threshold": 0.95,
-        "temperature": 0.0,
-    },
+    defaults=D2F_DEFAULTS,
     template="qwen2",
     is_bidirectional=True,
     layout=Layout(".self_attn.q_proj.bias", rank=1),

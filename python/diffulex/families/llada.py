@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from diffulex.errors import CheckpointError
-from diffulex.families.base import Family, Layout
+from diffulex.families.base import D2F_DEFAULTS, Family, Layout
 from diffulex.families.spec.decoder import (
     FamilyTokens,
     read_decoder_spec,
@@ -173,16 +173,7 @@ def _is_dense(config: Mapping[str, Any]) -> bool:
 FAMILY = Family(
     "llada",
     read_llada_spec,
-    defaults={
-        "accept_threshold": 0.9,
-        "acceptance_rule": "threshold",
-        "block_size": 32,
-        "buffer_size": 4,
-        "confidence_space": "processed",
-        "decoding_strategy": "d2f",
-        "semi_complete_threshold": 0.95,
-        "temperature": 0.0,
-    },
+    defaults=D2F_DEFAULTS,
     is_own=_is_dense,
     is_bidirectional=True,
     layout=Layout(".transformer.blocks.", rank=5),
