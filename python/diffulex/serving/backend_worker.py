@@ -19,16 +19,7 @@ from diffulex.log import configure, get_logger
 from diffulex.serving.heartbeat import HeartbeatThread, StepStatus
 from diffulex.serving.job_tick import EngineDeadError
 from diffulex.serving.zmq_queue import MessageDecodeError, ZmqPullQueue, ZmqPushQueue
-from diffulex.wire.messages import (
-    JobCommand,
-    JobEvent,
-    ServingAbort,
-    ServingAck,
-    ServingBatch,
-    ServingCommand,
-    ServingError,
-    ServingShutdown,
-)
+from diffulex.wire import messages
 from diffulex.wire.protocol import TEXT_CODEC
 from diffulex.wire.wire_maps import ProtocolVersionError
 
@@ -177,7 +168,7 @@ class SyncBackendWorker:
         assert self.engine is not None
         return self.engine
 
-    def _tick(self, engine: JobEngine[Any], commands: Sequence[ServingCommand]) -> None:
+    def _tick(self, engine: JobEngine[Any], commands: Sequence[messages.ServingCommand]) -> None:
         self.status.begin_step()
         try:
             events = engine.run_serving_tick(commands)
@@ -194,25 +185,27 @@ class SyncBackendWorker:
             self._take_stats(engine)
 
     def _note_open(
-        self, commands: Sequence[ServingCommand], events: Sequence[JobEvent | ServingAck]
+        self,
+        commands: Sequence[messages.ServingCommand],
+        events: Sequence[messages.JobEvent | messages.ServingAck],
     ) -> None:
         for command in commands:
-            if isinstance(command, JobCommand):
+            if isinstance(command, messages.JobCommand):
                 self._open.setdefault(command.rid, set()).add(command.generation)
-            elif isinstance(command, ServingAbort):
+            elif isinstance(command, messages.ServingAbort):
                 self._open.pop(command.rid, None)
         for event in events:
-            if isinstance(event, JobEvent) and event.ends_job and event.rid in self._open:
+            if isinstance(event, messages.JobEvent) and event.ends_job and event.rid in self._open:
                 self._open[event.rid].discard(event.generation)
                 if not self._open[event.rid]:
                     del self._open[event.rid]
 
-    def _lost(self) -> list[JobEvent]:
+    def _lost(self) -> list[messages.JobEvent]:
         """Errors for jobs that have not ended although the engine has nothing to do."""
-        errors: list[JobEvent] = []
+        errors: list[messages.JobEvent] = []
         for rid, generations in self._open.items():
             text = f"request {rid}: internal error, the engine lost it"
-            errors += [ServingError(rid, text, generation=item) for item in generations]
+            errors += [messages.ServingError(rid, text, generation=item) for item in generations]
         self._open.clear()
         return errors
 
@@ -240,9 +233,9 @@ class SyncBackendWorker:
 
     # Commands and events.
 
-    def receive_commands(self, blocking: bool) -> list[ServingCommand]:
+    def receive_commands(self, blocking: bool) -> list[messages.ServingCommand]:
         """Everything queued; if `blocking`, waits for the first, at most a second."""
-        commands: list[ServingCommand] = []
+        commands: list[messages.ServingCommand] = []
         if blocking:
             self.run_when_idle()
             self._take(commands, _IDLE_POLL_S)
@@ -250,7 +243,7 @@ class SyncBackendWorker:
             self._take(commands, 0.0)
         return commands
 
-    def _take(self, commands: list[ServingCommand], timeout_s: float) -> None:
+    def _take(self, commands: list[messages.ServingCommand], timeout_s: float) -> None:
         """Adds the next command; one that cannot be read is answered instead."""
         try:
             commands.append(self.recv_frontend.get(timeout_s))
@@ -268,18 +261,20 @@ class SyncBackendWorker:
         is_newer = isinstance(error.__cause__, ProtocolVersionError)
         code = "protocol_version" if is_newer else "bad_command"
         if isinstance(rid, str):
-            refusal = ServingError(rid, reason, code, 400)
+            refusal = messages.ServingError(rid, reason, code, 400)
             generation = data.get("generation")
             refusal.generation = generation if isinstance(generation, int) else 0
             self.send_result([refusal])
         elif isinstance(op_id, str):
-            self.send_result([ServingAck(op_id, False, reason)])
+            self.send_result([messages.ServingAck(op_id, False, reason)])
 
-    def process_input_commands(self, commands: Sequence[ServingCommand]) -> list[ServingCommand]:
+    def process_input_commands(
+        self, commands: Sequence[messages.ServingCommand]
+    ) -> list[messages.ServingCommand]:
         """Takes out the shutdowns, and notes them."""
-        others: list[ServingCommand] = []
+        others: list[messages.ServingCommand] = []
         for command in commands:
-            if not isinstance(command, ServingShutdown):
+            if not isinstance(command, messages.ServingShutdown):
                 others.append(command)
             elif command.mode == "drain":
                 deadline_s = command.deadline_s if command.deadline_s is not None else float("inf")
@@ -288,15 +283,15 @@ class SyncBackendWorker:
                 self.shutdown_requested = True
         return others
 
-    def send_result(self, events: Sequence[JobEvent | ServingAck]) -> None:
+    def send_result(self, events: Sequence[messages.JobEvent | messages.ServingAck]) -> None:
         """Sends the events in order, those of requests in one message."""
-        batch = [event for event in events if not isinstance(event, ServingAck)]
+        batch = [event for event in events if not isinstance(event, messages.ServingAck)]
         if len(batch) == 1:
             self.send_frontend.put(batch[0])
         elif batch:
-            self.send_frontend.put(ServingBatch(batch))
+            self.send_frontend.put(messages.ServingBatch(batch))
         for event in events:
-            if isinstance(event, ServingAck):
+            if isinstance(event, messages.ServingAck):
                 self.send_frontend.put(event)
 
     def run_when_idle(self) -> None:
@@ -325,8 +320,8 @@ class _Parent:
         return is_gone
 
 
-def _dead(rid: str, message: str) -> ServingError:
-    return ServingError(rid, message, "engine_dead", 500)
+def _dead(rid: str, message: str) -> messages.ServingError:
+    return messages.ServingError(rid, message, "engine_dead", 500)
 
 
 def run_sync_backend_worker(

@@ -34,23 +34,7 @@ from diffulex.serving.frontend_state import (
 )
 from diffulex.serving.operations import PendingOperations
 from diffulex.serving.zmq_queue import MessageDecodeError, ZmqAsyncPullQueue, ZmqAsyncPushQueue
-from diffulex.wire.messages import (
-    ControlAction,
-    JobCommand,
-    JobEvent,
-    ServingAbort,
-    ServingAck,
-    ServingBatch,
-    ServingCommand,
-    ServingControl,
-    ServingError,
-    ServingFlushCache,
-    ServingHeartbeat,
-    ServingMessage,
-    ServingProfileStart,
-    ServingProfileStop,
-    ServingShutdown,
-)
+from diffulex.wire import messages
 from diffulex.wire.protocol import TEXT_CODEC
 
 if TYPE_CHECKING:
@@ -94,7 +78,7 @@ async def reply_of(stream: AsyncGenerator[Any, None], rid: str) -> Any:
     """
     try:
         async for event in stream:
-            if isinstance(event, ServingError):
+            if isinstance(event, messages.ServingError):
                 raise RequestFailed(event)
             if event.ends_job:
                 return event
@@ -152,13 +136,13 @@ class FrontendManager:
         self._listen_task: asyncio.Task[None] | None = None
         self._send_task: asyncio.Task[None] | None = None
         self._drain_task: asyncio.Task[None] | None = None
-        self._outgoing: deque[ServingCommand] = deque()
+        self._outgoing: deque[messages.ServingCommand] = deque()
         self._generations = itertools.count(1)
         self._has_outgoing = asyncio.Event()
         self._is_idle = asyncio.Event()
         self._is_idle.set()
         self._operations = PendingOperations(operation_timeout_s)
-        self._heartbeat: ServingHeartbeat | None = None
+        self._heartbeat: messages.ServingHeartbeat | None = None
         self._heartbeat_at: float | None = None
         self._load_began = time.monotonic()
         self._load_s = _USUAL_LOAD_S
@@ -197,10 +181,10 @@ class FrontendManager:
             return
         is_alive = self._phase is not ServerState.DEAD
         self._phase = ServerState.STOPPED
-        self._fail_all(ServingError("", _SHUTTING_DOWN, "server_shutdown", 503))
+        self._fail_all(messages.ServingError("", _SHUTTING_DOWN, "server_shutdown", 503))
         self._operations.fail(_SHUTTING_DOWN)
         if is_alive and self._send_task is not None:
-            self._post(ServingShutdown())
+            self._post(messages.ServingShutdown())
             await self._flush()
         for task in (self._drain_task, self._send_task, self._listen_task):
             if task is not None:
@@ -301,7 +285,9 @@ class FrontendManager:
         self._phase = ServerState.DEAD
         self._load_began = time.monotonic()
         self._outgoing.clear()
-        self._fail_all(ServingError("", f"the engine process is gone: {reason}", "engine_dead"))
+        self._fail_all(
+            messages.ServingError("", f"the engine process is gone: {reason}", "engine_dead")
+        )
         self._operations.fail(reason)
         if self._send_task is not None:
             # It may wait to send a command that a later backend must not see.
@@ -312,7 +298,7 @@ class FrontendManager:
         """Ends every request with an error, since it is unknown whether the backend goes on."""
         for rid in list(self.rid_to_state):
             text = "the engine process gives no sign of life"
-            self._end(rid, ServingError(rid, text, "engine_unresponsive"), "unresponsive")
+            self._end(rid, messages.ServingError(rid, text, "engine_unresponsive"), "unresponsive")
 
     def begin_drain(self, deadline_s: float) -> asyncio.Task[None]:
         """Accepts no requests any more; the task ends when none is left or the time is up.
@@ -333,11 +319,11 @@ class FrontendManager:
         for rid in list(self.rid_to_state):
             self._end(
                 rid,
-                ServingError(rid, _SHUTTING_DOWN, "server_shutdown", 503),
+                messages.ServingError(rid, _SHUTTING_DOWN, "server_shutdown", 503),
                 "drain",
             )
 
-    def _fail_all(self, error: ServingError) -> None:
+    def _fail_all(self, error: messages.ServingError) -> None:
         for rid, state in self.rid_to_state.items():
             state.append(dataclasses.replace(error, rid=rid))
 
@@ -370,7 +356,7 @@ class FrontendManager:
 
     async def generate(
         self,
-        command: JobCommand,
+        command: messages.JobCommand,
         *,
         is_disconnected: Callable[[], Awaitable[bool]] | None = None,
         timeout_s: float | None = None,
@@ -387,7 +373,7 @@ class FrontendManager:
 
     async def generate_stream(
         self,
-        command: JobCommand,
+        command: messages.JobCommand,
         *,
         is_disconnected: Callable[[], Awaitable[bool]] | None = None,
         timeout_s: float | None = None,
@@ -418,7 +404,7 @@ class FrontendManager:
                     event = await reader.next()
                 except asyncio.TimeoutError:
                     text = f"request {command.rid}: not complete in time"
-                    error = ServingError(command.rid, text, "request_timeout", 504, True)
+                    error = messages.ServingError(command.rid, text, "request_timeout", 504, True)
                     self._end(command.rid, error, "timeout")
                     continue
                 is_complete = event.ends_job
@@ -432,7 +418,7 @@ class FrontendManager:
 
     async def wait_for_event(
         self, rid: str, *, is_disconnected: Callable[[], Awaitable[bool]] | None = None
-    ) -> JobEvent:
+    ) -> messages.JobEvent:
         """The next event of a request.
 
         Raises:
@@ -442,7 +428,9 @@ class FrontendManager:
 
     async def abort_request(self, rid: str) -> bool:
         """Ends a request; its stream ends with an error. False for unknown ones."""
-        return self._end(rid, ServingError(rid, f"request {rid}: aborted", "aborted", 499), "api")
+        return self._end(
+            rid, messages.ServingError(rid, f"request {rid}: aborted", "aborted", 499), "api"
+        )
 
     def _deadline(self, state: FrontendReqState, timeout_s: float | None) -> float | None:
         limits = [limit for limit in (self.limits.request_timeout_s, timeout_s) if limit]
@@ -457,7 +445,7 @@ class FrontendManager:
         poll_s, interval_s = self.request_state_wait_timeout_s, self.limits.denoise_min_interval_ms
         return EventReader(state, is_disconnected, poll_s, interval_s / 1000, deadline)
 
-    def _end(self, rid: str, error: ServingError, reason: str) -> bool:
+    def _end(self, rid: str, error: messages.ServingError, reason: str) -> bool:
         """Aborts a request and ends its stream with an error; False if it had ended already."""
         state = self.rid_to_state.get(rid)
         if state is None or state.closed:
@@ -470,18 +458,18 @@ class FrontendManager:
         if self._phase in (ServerState.DEAD, ServerState.STOPPED):
             return
         self.counters["aborts_sent"] += 1
-        self._post(ServingAbort(rid))
+        self._post(messages.ServingAbort(rid))
         if self.on_abort is not None:
             self.on_abort(rid, reason)
 
     # The queues.
 
-    async def send_one(self, command: ServingCommand) -> None:
+    async def send_one(self, command: messages.ServingCommand) -> None:
         """Queues a command after those that wait."""
         await self.start()
         self._post(command)
 
-    def _post(self, command: ServingCommand) -> None:
+    def _post(self, command: messages.ServingCommand) -> None:
         self._outgoing.append(command)
         self._has_outgoing.set()
 
@@ -496,8 +484,8 @@ class FrontendManager:
                     raise
                 except Exception as error:
                     logger.exception("a command cannot be sent")
-                    if isinstance(command, JobCommand):
-                        refusal = ServingError(command.rid, str(error), "bad_command", 400)
+                    if isinstance(command, messages.JobCommand):
+                        refusal = messages.ServingError(command.rid, str(error), "bad_command", 400)
                         refusal.generation = command.generation
                         self._deliver(refusal)
                 # A backend that died meanwhile has emptied the queue.
@@ -509,7 +497,7 @@ class FrontendManager:
         """Hands out what the backend sends, until cancelled."""
         while True:
             try:
-                message: ServingMessage = await self.recv_backend.get()
+                message: messages.ServingMessage = await self.recv_backend.get()
             except MessageDecodeError as error:
                 self.counters["messages_undecodable"] += 1
                 logger.warning("message dropped: %s", error)
@@ -521,22 +509,22 @@ class FrontendManager:
                 logger.warning("message dropped: %s: %r", type(message).__name__, error)
 
     def _receive(self, message: object) -> None:
-        if isinstance(message, ServingBatch):
+        if isinstance(message, messages.ServingBatch):
             for event in message.events:
                 self._deliver(event)
-        elif isinstance(message, ServingHeartbeat):
+        elif isinstance(message, messages.ServingHeartbeat):
             self.counters["events_dropped"] = int(message.stats.get("events_dropped", 0))
             self._heartbeat, self._heartbeat_at = message, time.monotonic()
             self.stats = message.stats
-        elif isinstance(message, ServingAck):
+        elif isinstance(message, messages.ServingAck):
             self._operations.answered(message)
-        elif isinstance(message, JobEvent):
+        elif isinstance(message, messages.JobEvent):
             self._deliver(message)
         else:
             self.counters["events_unknown"] += 1
             logger.warning("message of an unknown kind dropped: %s", type(message).__name__)
 
-    def _deliver(self, event: JobEvent) -> None:
+    def _deliver(self, event: messages.JobEvent) -> None:
         state = self.rid_to_state.get(event.rid)
         if state is not None and event.generation in (0, state.generation):
             state.append(event)
@@ -552,24 +540,26 @@ class FrontendManager:
             OperationFailed: it is off or running.
             BackendUnavailable: there is no backend, or it does not answer.
         """
-        return await self._operate(lambda op_id: ServingProfileStart(prefix, op_id))
+        return await self._operate(lambda op_id: messages.ServingProfileStart(prefix, op_id))
 
     async def stop_profile(self) -> dict[str, Any]:
         """Stops the backend's profiler; raises as `start_profile`."""
-        return await self._operate(ServingProfileStop)
+        return await self._operate(messages.ServingProfileStop)
 
     async def flush_cache(self) -> dict[str, Any]:
         """Empties the backend's prefix cache; raises as `start_profile`."""
-        return await self._operate(ServingFlushCache)
+        return await self._operate(messages.ServingFlushCache)
 
-    async def control(self, action: ControlAction, path: str | None = None) -> dict[str, Any]:
+    async def control(
+        self, action: messages.ControlAction, path: str | None = None
+    ) -> dict[str, Any]:
         """Pauses or resumes the backend, or changes its weights; raises as `start_profile`.
 
         Args:
             action: what to do, see `ServingControl`.
             path: of new weights or of an adapter, on the backend's disks.
         """
-        return await self._operate(lambda op_id: ServingControl(action, op_id, path))
+        return await self._operate(lambda op_id: messages.ServingControl(action, op_id, path))
 
     async def _operate(self, make_command: Callable[[str], Operation]) -> dict[str, Any]:
         ack = await self.operate(make_command(uuid.uuid4().hex))
@@ -577,7 +567,7 @@ class FrontendManager:
             raise OperationFailed(ack.message)
         return dict(ack.data or {})
 
-    async def operate(self, command: Operation) -> ServingAck:
+    async def operate(self, command: Operation) -> messages.ServingAck:
         """The backend's answer to an operation, whose command has an `op_id`.
 
         Raises:

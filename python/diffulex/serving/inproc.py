@@ -21,13 +21,7 @@ from typing import Any, TypeVar
 from diffulex.log import get_logger
 from diffulex.serving.backend_worker import SyncBackendWorker
 from diffulex.serving.heartbeat import StepStatus
-from diffulex.wire.messages import (
-    JobCommand,
-    ServingAbort,
-    ServingCommand,
-    ServingMessage,
-    ServingShutdown,
-)
+from diffulex.wire import messages
 
 __all__ = ["InprocBackend", "InprocCommands", "InprocEvents", "QueuedCommand"]
 
@@ -42,7 +36,7 @@ _NOT_RUNNING = "EngineLoop: expected it to run, got one that does not"
 class QueuedCommand:
     """A command on its way to the engine."""
 
-    command: ServingCommand
+    command: messages.ServingCommand
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,10 +64,12 @@ class InprocCommands:
         self._is_waking = False
         self._is_stopped = False
 
-    async def put(self, command: ServingCommand) -> None:
+    async def put(self, command: messages.ServingCommand) -> None:
         """Queues a command. An abort takes back what has not begun."""
         with self._has_items:
-            is_withdrawn = isinstance(command, ServingAbort) and self._withdraw(command.rid)
+            is_withdrawn = isinstance(command, messages.ServingAbort) and self._withdraw(
+                command.rid
+            )
             if is_withdrawn or self._is_stopped:
                 return
             self._items.append(QueuedCommand(command))
@@ -89,7 +85,7 @@ class InprocCommands:
         self._wake_soon()
         return call.result
 
-    def get(self, timeout_s: float | None = None) -> ServingCommand:
+    def get(self, timeout_s: float | None = None) -> messages.ServingCommand:
         """The next command, on the engine's thread; queue.Empty when none came in time."""
         end = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
@@ -119,7 +115,7 @@ class InprocCommands:
         with self._has_items:
             if not self._is_stopped:
                 self._is_stopped = True
-                self._items.append(QueuedCommand(ServingShutdown()))
+                self._items.append(QueuedCommand(messages.ServingShutdown()))
             self._has_items.notify()
 
     def open(self) -> None:
@@ -141,7 +137,7 @@ class InprocCommands:
     def _withdraw(self, rid: str) -> bool:
         for item in self._items:
             command = item.command if isinstance(item, QueuedCommand) else None
-            if isinstance(command, JobCommand) and command.rid == rid:
+            if isinstance(command, messages.JobCommand) and command.rid == rid:
                 self._items.remove(item)
                 return True
         return False
@@ -162,7 +158,7 @@ class InprocEvents:
     """Events from a thread to an event loop."""
 
     def __init__(self) -> None:
-        self._items: asyncio.Queue[ServingMessage] = asyncio.Queue()
+        self._items: asyncio.Queue[messages.ServingMessage] = asyncio.Queue()
         self._loop: asyncio.AbstractEventLoop | None = None
         self.num_dropped = 0
 
@@ -170,7 +166,7 @@ class InprocEvents:
         """Belongs to the running event loop from now on; what is left of before is dropped."""
         self._loop, self._items = asyncio.get_running_loop(), asyncio.Queue()
 
-    def put(self, message: ServingMessage) -> None:
+    def put(self, message: messages.ServingMessage) -> None:
         """Hands the message to the event loop; from any thread."""
         assert self._loop is not None
         try:
@@ -178,7 +174,7 @@ class InprocEvents:
         except RuntimeError:  # the event loop is closed
             self.num_dropped += 1
 
-    async def get(self) -> ServingMessage:
+    async def get(self) -> messages.ServingMessage:
         """The next message."""
         return await self._items.get()
 

@@ -19,18 +19,7 @@ from diffulex import errors
 from diffulex.errors import OutOfPagesError, PromptError
 from diffulex.log import get_logger
 from diffulex.serving.admission import AdmissionError
-from diffulex.wire.messages import (
-    JobCommand,
-    JobEvent,
-    ServingAbort,
-    ServingAck,
-    ServingCommand,
-    ServingControl,
-    ServingError,
-    ServingFlushCache,
-    ServingProfileStart,
-    ServingProfileStop,
-)
+from diffulex.wire import messages
 
 __all__ = ["EngineDeadError", "JobEngine", "JobState", "ServingState"]
 
@@ -57,7 +46,7 @@ class JobState:
         first_step_at: when a step first took part in it; None while it waits.
     """
 
-    command: JobCommand
+    command: messages.JobCommand
     engine_req_id: int
     added_at: float = field(default_factory=time.perf_counter, kw_only=True)
     first_step_at: float | None = field(default=None, kw_only=True)
@@ -125,7 +114,7 @@ class JobEngine(ABC, Generic[AnyJob]):
         """One step; what it did to each job it took part in, each with the `req_id` of the job."""
 
     @abstractmethod
-    def events_of(self, job: AnyJob, output: Any) -> list[JobEvent]:
+    def events_of(self, job: AnyJob, output: Any) -> list[messages.JobEvent]:
         """What the client is told of a step's output. After an event that `ends_job` no other follows."""
 
     @abstractmethod
@@ -177,14 +166,16 @@ class JobEngine(ABC, Generic[AnyJob]):
             self._serving_state = ServingState()
         return self._serving_state
 
-    def run_serving_tick(self, commands: Sequence[ServingCommand]) -> list[JobEvent | ServingAck]:
+    def run_serving_tick(
+        self, commands: Sequence[messages.ServingCommand]
+    ) -> list[messages.JobEvent | messages.ServingAck]:
         """Applies the commands in order, runs at most one step, and returns what happened.
 
         Raises:
             EngineDeadError: the step failed.
             TypeError: a command that is none of an engine's, such as a shutdown.
         """
-        events: list[JobEvent | ServingAck] = []
+        events: list[messages.JobEvent | messages.ServingAck] = []
         for command in commands:
             event = self._apply(command)
             if event is not None:
@@ -194,29 +185,33 @@ class JobEngine(ABC, Generic[AnyJob]):
             events.extend(self._run_step())
         return events
 
-    def fail_requests(self, message: str, code: str, http_status: int) -> list[JobEvent]:
+    def fail_requests(self, message: str, code: str, http_status: int) -> list[messages.JobEvent]:
         """Ends every live job with an error, for a shutdown."""
         return [
-            self._failed(job, ServingError(job.rid, message, code, http_status, retryable=True))
+            self._failed(
+                job, messages.ServingError(job.rid, message, code, http_status, retryable=True)
+            )
             for job in list(self.init_serving_state().requests.values())
         ]
 
-    def _apply(self, command: ServingCommand) -> JobEvent | ServingAck | None:
-        if isinstance(command, JobCommand):
+    def _apply(
+        self, command: messages.ServingCommand
+    ) -> messages.JobEvent | messages.ServingAck | None:
+        if isinstance(command, messages.JobCommand):
             refusal = self._accept(command)
             return None if refusal is None else _of(command, refusal)
-        if isinstance(command, ServingAbort):
+        if isinstance(command, messages.ServingAbort):
             job = self.init_serving_state().find(command.rid)
             if job is not None:
                 self._end(job)
             return None
-        if isinstance(command, ServingProfileStart):
+        if isinstance(command, messages.ServingProfileStart):
             return _operate(command.op_id, self.start_profile, command.profile_prefix)
-        if isinstance(command, ServingProfileStop):
+        if isinstance(command, messages.ServingProfileStop):
             return _operate(command.op_id, self.stop_profile)
-        if isinstance(command, ServingFlushCache):
+        if isinstance(command, messages.ServingFlushCache):
             return _operate(command.op_id, self.flush_cache)
-        if isinstance(command, ServingControl):
+        if isinstance(command, messages.ServingControl):
             with self.uncounted() if command.reads_files else contextlib.nullcontext():
                 return _operate(command.op_id, self.control, command.action, command.path)
         raise TypeError(
@@ -225,7 +220,7 @@ class JobEngine(ABC, Generic[AnyJob]):
 
     # Jobs.
 
-    def _accept(self, command: JobCommand) -> ServingError | None:
+    def _accept(self, command: messages.JobCommand) -> messages.ServingError | None:
         """Admits a job; its failure is an answer."""
         serving, rid = self.init_serving_state(), command.rid
         try:
@@ -233,27 +228,27 @@ class JobEngine(ABC, Generic[AnyJob]):
                 raise AdmissionError(f"rid: expected a new one, got {rid!r} again")
             serving.add(self.admit(command))
         except AdmissionError as error:
-            return ServingError(rid, str(error), error.code, 400, param=error.param)
+            return messages.ServingError(rid, str(error), error.code, 400, param=error.param)
         except ValueError as error:  # prompts and parameters
             param = "prompt" if isinstance(error, PromptError) else None
-            return ServingError(rid, str(error), "invalid_request", 400, param=param)
+            return messages.ServingError(rid, str(error), "invalid_request", 400, param=param)
         except OutOfPagesError as error:
-            return ServingError(rid, str(error), "kv_capacity", 400, param="prompt")
+            return messages.ServingError(rid, str(error), "kv_capacity", 400, param="prompt")
         except Exception as error:
             logger.exception("request %s: cannot be added", rid)
-            return ServingError(rid, str(error) or type(error).__name__)
+            return messages.ServingError(rid, str(error) or type(error).__name__)
         return None
 
     def _end(self, job: AnyJob) -> None:
         self.init_serving_state().drop(job)
         self.abort_request(job.engine_req_id)
 
-    def _failed(self, job: AnyJob, error: ServingError) -> ServingError:
+    def _failed(self, job: AnyJob, error: messages.ServingError) -> messages.ServingError:
         """Ends a job with an error."""
         self._end(job)
         return _of(job.command, error)
 
-    def _expired(self) -> list[JobEvent]:
+    def _expired(self) -> list[messages.JobEvent]:
         """Ends the jobs that waited too long for their first step."""
         now = time.perf_counter()
         late = [
@@ -263,16 +258,16 @@ class JobEngine(ABC, Generic[AnyJob]):
             and job.is_waiting
             and now - job.added_at > limit
         ]
-        events: list[JobEvent] = []
+        events: list[messages.JobEvent] = []
         for job, limit in late:
             text = f"request {job.rid}: not scheduled within {limit} s"
-            error = ServingError(job.rid, text, "queue_timeout", 503, retryable=True)
+            error = messages.ServingError(job.rid, text, "queue_timeout", 503, retryable=True)
             events.append(self._failed(job, error))
         return events
 
     # Steps.
 
-    def _run_step(self) -> list[JobEvent]:
+    def _run_step(self) -> list[messages.JobEvent]:
         serving, start = self.init_serving_state(), time.perf_counter()
         try:
             outputs = list(self.step())  # one that is a generator fails in here as well
@@ -281,7 +276,7 @@ class JobEngine(ABC, Generic[AnyJob]):
             raise EngineDeadError(
                 f"engine step failed: {error or type(error).__name__}", serving.rids()
             ) from error
-        events: list[JobEvent] = []
+        events: list[messages.JobEvent] = []
         for output in outputs:
             job = serving.requests.get(output.req_id)
             if job is None:
@@ -293,7 +288,9 @@ class JobEngine(ABC, Generic[AnyJob]):
             except Exception as error:
                 logger.exception("request %s: its events cannot be made", job.rid)
                 made = [
-                    self._failed(job, ServingError(job.rid, f"{type(error).__name__}: {error}"))
+                    self._failed(
+                        job, messages.ServingError(job.rid, f"{type(error).__name__}: {error}")
+                    )
                 ]
             if made and made[-1].ends_job:
                 serving.drop(job)
@@ -301,10 +298,10 @@ class JobEngine(ABC, Generic[AnyJob]):
         return events
 
 
-AnyEvent = TypeVar("AnyEvent", bound=JobEvent)
+AnyEvent = TypeVar("AnyEvent", bound=messages.JobEvent)
 
 
-def _of(command: JobCommand, event: AnyEvent) -> AnyEvent:
+def _of(command: messages.JobCommand, event: AnyEvent) -> AnyEvent:
     """The event, marked as one of this admission."""
     event.generation = command.generation
     return event
@@ -312,11 +309,11 @@ def _of(command: JobCommand, event: AnyEvent) -> AnyEvent:
 
 def _operate(
     op_id: str | None, operation: Callable[..., Mapping[str, Any]], *arguments: Any
-) -> ServingAck | None:
+) -> messages.ServingAck | None:
     """Calls a method of the engine; its failure is an answer."""
     try:
         data = dict(operation(*arguments))
     except Exception as error:
         logger.warning("%s: %s", operation.__name__, error)
-        return None if op_id is None else ServingAck(op_id, False, str(error))
-    return None if op_id is None else ServingAck(op_id, True, "", data)
+        return None if op_id is None else messages.ServingAck(op_id, False, str(error))
+    return None if op_id is None else messages.ServingAck(op_id, True, "", data)

@@ -8,40 +8,25 @@ import typing
 from collections.abc import Mapping
 from typing import Any
 
-from diffulex.wire.messages import (
-    JobCommand,
-    JobEvent,
-    ServingAbort,
-    ServingAck,
-    ServingBatch,
-    ServingCommand,
-    ServingControl,
-    ServingError,
-    ServingFlushCache,
-    ServingHeartbeat,
-    ServingMessage,
-    ServingProfileStart,
-    ServingProfileStop,
-    ServingShutdown,
-)
+from diffulex.wire import messages
 from diffulex.wire.wire_maps import WireMaps, WireTable
 
 __all__ = ["JobCodec"]
 
 # By the type of the map: the class, and the fields that always travel.
 _COMMANDS: WireTable = {
-    "abort": (ServingAbort, ("rid",)),
-    "shutdown": (ServingShutdown, ()),
-    "profile_start": (ServingProfileStart, ("profile_prefix",)),
-    "profile_stop": (ServingProfileStop, ()),
-    "flush_cache": (ServingFlushCache, ("op_id",)),
-    "control": (ServingControl, ("action", "op_id")),
+    "abort": (messages.ServingAbort, ("rid",)),
+    "shutdown": (messages.ServingShutdown, ()),
+    "profile_start": (messages.ServingProfileStart, ("profile_prefix",)),
+    "profile_stop": (messages.ServingProfileStop, ()),
+    "flush_cache": (messages.ServingFlushCache, ("op_id",)),
+    "control": (messages.ServingControl, ("action", "op_id")),
 }
-_EVENTS: WireTable = {"error": (ServingError, ("rid", "message"))}
+_EVENTS: WireTable = {"error": (messages.ServingError, ("rid", "message"))}
 _REPORTS: WireTable = {
-    "batch": (ServingBatch, ("events",)),
-    "heartbeat": (ServingHeartbeat, ("ts", "step_seq", "step_running_s", "stats")),
-    "ack": (ServingAck, ("op_id", "ok", "message", "data")),
+    "batch": (messages.ServingBatch, ("events",)),
+    "heartbeat": (messages.ServingHeartbeat, ("ts", "step_seq", "step_running_s", "stats")),
+    "ack": (messages.ServingAck, ("op_id", "ok", "message", "data")),
 }
 
 
@@ -59,14 +44,14 @@ class JobCodec:
         self._event_names = (*events, *_EVENTS)
         self._types = {cls: _scalar_types(cls) for cls, _ in {**commands, **_COMMANDS}.values()}
 
-    def command_to_dict(self, command: ServingCommand) -> dict[str, Any]:
+    def command_to_dict(self, command: messages.ServingCommand) -> dict[str, Any]:
         """The map of a command; TypeError for anything else."""
         data = self._commands.to_dict(command, self._commands.names, "serving_command")
-        if isinstance(command, JobCommand):
+        if isinstance(command, messages.JobCommand):
             command.pack(data)
         return data
 
-    def command_from_dict(self, data: Mapping[str, Any]) -> ServingCommand:
+    def command_from_dict(self, data: Mapping[str, Any]) -> messages.ServingCommand:
         """The command of a map.
 
         Raises:
@@ -80,22 +65,22 @@ class JobCodec:
             if name in arguments and not _is_legal(arguments[name], legal):
                 got = arguments[name]
                 raise ValueError(f"serving_command: expected a legal {name}, got {got!r}")
-        if issubclass(shape.cls, JobCommand):
+        if issubclass(shape.cls, messages.JobCommand):
             shape.cls.unpack(arguments)
-        command: ServingCommand = shape.cls(**arguments)
+        command: messages.ServingCommand = shape.cls(**arguments)
         return command
 
-    def event_to_dict(self, event: ServingMessage) -> dict[str, Any]:
+    def event_to_dict(self, event: messages.ServingMessage) -> dict[str, Any]:
         """The map of an event, batch, heartbeat or ack; TypeError for anything else."""
         data = self._events.to_dict(event, self._events.names, "serving_event")
-        if isinstance(event, ServingBatch):
+        if isinstance(event, messages.ServingBatch):
             encode = self._events.to_dict
             data["events"] = [
                 encode(item, self._event_names, "serving_event") for item in event.events
             ]
         return data
 
-    def event_from_dict(self, data: Mapping[str, Any]) -> ServingMessage:
+    def event_from_dict(self, data: Mapping[str, Any]) -> messages.ServingMessage:
         """The event, batch, heartbeat or ack of a map.
 
         Raises:
@@ -104,14 +89,14 @@ class JobCodec:
         """
         shape = self._events.shape_of(data, self._events.names, "serving_event")
         arguments = shape.arguments(data, "serving_event")
-        if shape.cls is ServingBatch:
+        if shape.cls is messages.ServingBatch:
             arguments["events"] = [self._event(item) for item in arguments["events"]]
-        message: ServingMessage = shape.cls(**arguments)
+        message: messages.ServingMessage = shape.cls(**arguments)
         return message
 
-    def _event(self, data: Any) -> JobEvent:
+    def _event(self, data: Any) -> messages.JobEvent:
         shape = self._events.shape_of(data, self._event_names, "serving_event")
-        event: JobEvent = shape.cls(**shape.arguments(data, "serving_event"))
+        event: messages.JobEvent = shape.cls(**shape.arguments(data, "serving_event"))
         return event
 
 
