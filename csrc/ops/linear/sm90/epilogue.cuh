@@ -26,6 +26,15 @@ __device__ __forceinline__ uint32_t pack_pair(float low, float high, __half* /*t
   return *reinterpret_cast<const uint32_t*>(&pair);
 }
 
+/// sum += four values in shared memory.
+__device__ __forceinline__ void add_shared(float (&sum)[4], uint32_t address) {
+  const float4 part = ptx::shared_load4(address);
+  sum[0] += part.x;
+  sum[1] += part.y;
+  sum[2] += part.z;
+  sum[3] += part.w;
+}
+
 /// Two shares of the depth meet: each adds what the other has of one half of the sums, kRun
 /// accumulator groups at a time.
 template <typename Traits, int kRun = 1>
@@ -53,6 +62,26 @@ class LinearExchange {
   /// Whether this share of the depth writes accumulator group `group` of this warp.
   __device__ __forceinline__ bool is_mine(int32_t group) const {
     return args_.splits == 1 || ((group / kRun + warp_) & 1) == split_;
+  }
+
+  /// Writes eight columns from `column` on of eight rows of x from `row` on. A lane has those of
+  /// row lane / 4 of W times two rows of x.
+  __device__ __forceinline__ void put(int32_t row, int32_t column, float first,
+                                      float second) const {
+    using T = typename Traits::T;
+    const uint32_t pair = ptx::transpose_8x8(pack_pair(first, second, static_cast<T*>(nullptr)));
+    row += lane_ / 4;
+    column += lane_ % 4 * 2;
+    if (row < args_.num_rows && column < args_.num_columns) {
+      *reinterpret_cast<uint32_t*>(static_cast<T*>(args_.out) + row * args_.out_stride + column) =
+          pair;
+    }
+  }
+  /// As put(), of activated gates times ups, which a lane has of two rows of W.
+  __device__ __forceinline__ void put_gated(int32_t row, int32_t column,
+                                            const float (&sum)[4]) const {
+    const auto act = static_cast<Activation>(args_.act);
+    put(row, column, activate(act, sum[0]) * sum[2], activate(act, sum[1]) * sum[3]);
   }
 
   const LinearArgs& args_;
@@ -83,11 +112,7 @@ class LinearExchange {
 #pragma unroll
     for (int32_t group = 0; group < Traits::kGroups; ++group) {
       if (is_mine(group)) {
-        const float4 part = ptx::shared_load4(place(group));
-        sums[group][0] += part.x;
-        sums[group][1] += part.y;
-        sums[group][2] += part.z;
-        sums[group][3] += part.w;
+        add_shared(sums[group], place(group));
       }
     }
     ++phase_;
@@ -143,37 +168,25 @@ class LinearEpilogue final : public LinearExchange<Traits> {
   using LinearExchange<Traits>::warp_;
   using LinearExchange<Traits>::lane_;
 
-  /// Rows lane / 4 and 8 below of W (or gate and up) times two rows of x: bias or gate, rounding.
+  /// Bias or gate, rounding.
   __device__ __forceinline__ void write(const float (&sum)[4], int32_t group, int32_t tile) {
-    if (group * 8 >= args_.num_rows) {
+    const int32_t row = group * 8;
+    if (row >= args_.num_rows) {
       return;
     }
-    const int32_t row = group * 8 + lane_ / 4;
-    T* type = nullptr;
     if (args_.act >= 0) {
-      const auto act = static_cast<Activation>(args_.act);
-      const uint32_t pair = ptx::transpose_8x8(
-          pack_pair(activate(act, sum[0]) * sum[2], activate(act, sum[1]) * sum[3], type));
-      put(row, tile * (args_.tile_rows / 2) + warp_ * 8 + lane_ % 4 * 2, pair);
+      this->put_gated(row, tile * (args_.tile_rows / 2) + warp_ * 8, sum);
       return;
     }
     const int32_t column = tile * args_.tile_rows + warp_ * 16;
     const float low = bias_of(column + lane_ / 4);
     const float high = bias_of(column + lane_ / 4 + 8);
-    const uint32_t above = ptx::transpose_8x8(pack_pair(sum[0] + low, sum[1] + low, type));
-    const uint32_t below = ptx::transpose_8x8(pack_pair(sum[2] + high, sum[3] + high, type));
-    put(row, column + lane_ % 4 * 2, above);
-    put(row, column + lane_ % 4 * 2 + 8, below);
+    this->put(row, column, sum[0] + low, sum[1] + low);
+    this->put(row, column + 8, sum[2] + high, sum[3] + high);
   }
   __device__ __forceinline__ float bias_of(int32_t column) const {
     const bool is_read = args_.bias != nullptr && column < args_.num_columns;
     return is_read ? static_cast<float>(static_cast<const T*>(args_.bias)[column]) : 0.0F;
-  }
-  __device__ __forceinline__ void put(int32_t row, int32_t column, uint32_t pair) {
-    if (row < args_.num_rows && column < args_.num_columns) {
-      T* target = static_cast<T*>(args_.out) + row * args_.out_stride + column;
-      *reinterpret_cast<uint32_t*>(target) = pair;
-    }
   }
 };
 

@@ -441,11 +441,7 @@ __device__ __forceinline__ void add_shares(ManyRowsFeed<Traits>& feed, BlockScal
   add_lines(feed, scales, second, end, sums);
 #pragma unroll
   for (int32_t group = 0; group < Traits::kGroups; ++group) {
-    const float4 part = ptx::shared_load4(held + group * kGroupBytes);
-    sums[group][0] += part.x;
-    sums[group][1] += part.y;
-    sums[group][2] += part.z;
-    sums[group][3] += part.w;
+    add_shared(sums[group], held + group * kGroupBytes);
   }
 }
 

@@ -37,14 +37,11 @@ class NibbleEpilogue final : public LinearExchange<Traits> {
         continue;
       }
       const float (&sum)[4] = sums[group];
-      typename Traits::T* type = nullptr;
       if (has_gate) {
-        const auto act = static_cast<Activation>(nibbles_.act);
-        put(row, column,
-            pack_pair(activate(act, sum[0]) * sum[2], activate(act, sum[1]) * sum[3], type));
+        this->put_gated(row, column, sum);
       } else {
-        put(row, column, pack_pair(sum[0] + above, sum[1] + above, type));
-        put(row, column + 8, pack_pair(sum[2] + below, sum[3] + below, type));
+        this->put(row, column, sum[0] + above, sum[1] + above);
+        this->put(row, column + 8, sum[2] + below, sum[3] + below);
       }
     }
   }
@@ -56,16 +53,6 @@ class NibbleEpilogue final : public LinearExchange<Traits> {
   __device__ __forceinline__ float bias_of(int32_t column) const {
     const bool is_read = nibbles_.bias != nullptr && column < nibbles_.num_columns;
     return is_read ? static_cast<const float*>(nibbles_.bias)[column] : 0.0F;
-  }
-  /// Eight columns from `column` on of eight rows of x from `row` on, two rows a lane.
-  __device__ __forceinline__ void put(int32_t row, int32_t column, uint32_t pair) const {
-    const uint32_t values = ptx::transpose_8x8(pair);
-    const int32_t mine = row + lane_ / 4;
-    const int32_t place = column + lane_ % 4 * 2;
-    if (mine < nibbles_.num_rows && place < nibbles_.num_columns) {
-      auto* out = static_cast<typename Traits::T*>(nibbles_.out);
-      *reinterpret_cast<uint32_t*>(out + mine * nibbles_.out_stride + place) = values;
-    }
   }
 
   const NibbleLinearArgs& nibbles_;

@@ -174,11 +174,7 @@ __device__ __forceinline__ void add_phases(const NibbleLinearArgs& args, uint32_
     if (phase == 0) {
 #pragma unroll
       for (int32_t group = 0; group < Traits::kGroups; ++group) {
-        const float4 part = ptx::shared_load4(mine + group * 512);
-        sums[group][0] += part.x;
-        sums[group][1] += part.y;
-        sums[group][2] += part.z;
-        sums[group][3] += part.w;
+        add_shared(sums[group], mine + group * 512);
       }
     }
     ptx::named_barrier_sync(kBarrier, threads);  // read: the next phase may write

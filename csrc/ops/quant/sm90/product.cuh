@@ -180,32 +180,21 @@ class ScaledEpilogue final : public LinearExchange<Traits> {
         sum[1] = fmaf(sum[1], factor.x, bias.x);
         sum[2] = fmaf(sum[2], factor.y, bias.y);
         sum[3] = fmaf(sum[3], factor.y, bias.y);
-        write(sum, group * 8 + lane_ / 4, scales.column() + lane_ % 4 * 2);
+        write(sum, group * 8, scales.column());
       }
     }
   }
 
  private:
   using LinearExchange<Traits>::warp_;
-  using LinearExchange<Traits>::lane_;
 
   __device__ __forceinline__ void write(const float (&sum)[4], int32_t row, int32_t column) {
-    typename Traits::T* type = nullptr;
     if (scaled_.act >= 0) {
-      const auto act = static_cast<Activation>(scaled_.act);
-      put(row, column,
-          ptx::transpose_8x8(
-              pack_pair(activate(act, sum[0]) * sum[2], activate(act, sum[1]) * sum[3], type)));
+      this->put_gated(row, column, sum);
       return;
     }
-    put(row, column, ptx::transpose_8x8(pack_pair(sum[0], sum[1], type)));
-    put(row, column + 8, ptx::transpose_8x8(pack_pair(sum[2], sum[3], type)));
-  }
-  __device__ __forceinline__ void put(int32_t row, int32_t column, uint32_t pair) {
-    if (row < scaled_.num_rows && column < scaled_.num_columns) {
-      auto* out = static_cast<typename Traits::T*>(scaled_.out);
-      *reinterpret_cast<uint32_t*>(out + row * scaled_.out_stride + column) = pair;
-    }
+    this->put(row, column, sum[0], sum[1]);
+    this->put(row, column + 8, sum[2], sum[3]);
   }
 
   const ScaledLinearArgs& scaled_;
