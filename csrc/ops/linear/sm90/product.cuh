@@ -77,50 +77,51 @@ class LinearCopies : public RingCopies<LinearArgs, SteppedWork> {
   const uint64_t policy_;
 };
 
-/// 64 elements of depth: 64 rows of W at `weights` times the rows at `rows`.
+/// 64 elements of depth: 64 rows of W times the rows of x, of which these are the descriptors.
 template <typename T, int kGroups>
-__device__ __forceinline__ void issue_line(float (&sums)[kGroups][4], uint32_t weights,
-                                           uint32_t rows, bool accumulate) {
-  const uint64_t a = ptx::swizzle128_descriptor(weights, 0, 1024);
-  const uint64_t b = ptx::swizzle128_descriptor(rows, 0, 1024);
+__device__ __forceinline__ void issue_line(float (&sums)[kGroups][4], uint64_t weights,
+                                           uint64_t rows, bool accumulate) {
 #pragma unroll
   for (int32_t k = 0; k < 4; ++k) {
     // A step of 16 elements is 32 bytes; descriptors count 16.
-    ptx::wgmma_ss<T>(sums, a + 2 * k, b + 2 * k, accumulate || k > 0);
+    ptx::wgmma_ss<T>(sums, ptx::move_descriptor(weights, 2 * k), ptx::move_descriptor(rows, 2 * k),
+                     accumulate || k > 0);
   }
 }
 
 template <typename Traits>
 __device__ __forceinline__ void consume(const LinearArgs& args, const RingSmem& smem) {
   const SteppedWork work(args);
-  const auto group = static_cast<int32_t>(threadIdx.x) / 128;
+  const int32_t group = ptx::uniform(threadIdx.x / 128);
   const bool is_signaller = threadIdx.x % 128 == 0;
-  const int32_t weight_bytes = args.tile_rows * Traits::kLineBytes;
+  const uint32_t weight_bytes = args.tile_rows * Traits::kLineBytes;
+  const uint64_t first_weights =
+      ptx::swizzle128_descriptor(smem.stages + group * 64 * Traits::kLineBytes, 0, 1024);
+  const uint64_t first_rows =
+      ptx::swizzle128_descriptor(smem.stages + args.lines * weight_bytes, 0, 1024);
   LinearEpilogue<Traits> epilogue(args, smem.partials, smem.partials_full, smem.partials_empty,
                                   work.split);
-  RingCursor cursor;
+  RingReader place(work);
   float sums[Traits::kGroups][4];
   for (int32_t tile = work.tile; tile < args.num_tiles; tile += work.stride) {
-    for (int32_t step = 0; step < work.count; ++step, cursor.advance(args.stages)) {
-      if (tile == work.tile && step < work.early) {
-        ptx::mbarrier_wait(smem.landed + 8 * cursor.stage, 0);
-      }
-      ptx::mbarrier_wait(smem.full + 8 * cursor.stage, cursor.parity);
-      uint32_t weights = smem.stages + cursor.stage * args.stage_bytes;
-      uint32_t rows = weights + args.lines * weight_bytes;
-      weights += group * 64 * Traits::kLineBytes;
+    for (int32_t step = 0; step < work.count; ++step, place.advance(args.stages)) {
+      place.wait(smem);
+      const uint32_t offset = ptx::uniform(place.stage) * args.stage_bytes / 16;
+      const uint64_t weights = ptx::move_descriptor(first_weights, offset);
+      const uint64_t rows = ptx::move_descriptor(first_rows, offset);
       ptx::wgmma_hold(sums);
       ptx::wgmma_fence();
       issue_line<typename Traits::T>(sums, weights, rows, step > 0);
       if (args.lines > 1) {
-        issue_line<typename Traits::T>(sums, weights + weight_bytes,
-                                       rows + Traits::kRows * Traits::kLineBytes, true);
+        issue_line<typename Traits::T>(
+            sums, ptx::move_descriptor(weights, weight_bytes / 16),
+            ptx::move_descriptor(rows, Traits::kRows * Traits::kLineBytes / 16), true);
       }
       ptx::wgmma_commit();
       // The products are short: the stage is worth more than their overlap.
       ptx::wgmma_wait<0>();
       if (is_signaller) {
-        ptx::mbarrier_arrive(smem.empty + 8 * cursor.stage);
+        ptx::mbarrier_arrive(smem.empty + 8 * place.stage);
       }
     }
     ptx::wgmma_hold(sums);

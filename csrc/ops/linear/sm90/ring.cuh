@@ -21,7 +21,7 @@
 namespace diffulex::cuda::sm90 {
 
 /// Position in the ring of stages.
-struct RingCursor final {
+struct RingCursor {
   int32_t stage = 0;
   uint32_t parity = 0;
 
@@ -81,6 +81,21 @@ struct RingWork {
     begin = first;
     count = steps;
     early = steps < stages ? steps : stages;
+  }
+};
+
+/// A consumer's place in the ring.
+struct RingReader final : RingCursor {
+  int32_t early;  // stages from here on whose W has a barrier of its own
+
+  __device__ __forceinline__ explicit RingReader(const RingWork& work) : early(work.early) {}
+  /// Waits for the stage.
+  __device__ __forceinline__ void wait(const RingSmem& smem) {
+    if (early > 0) {
+      --early;
+      ptx::mbarrier_wait(smem.landed + 8 * stage, 0);
+    }
+    ptx::mbarrier_wait(smem.full + 8 * stage, parity);
   }
 };
 

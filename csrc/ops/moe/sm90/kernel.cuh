@@ -222,8 +222,9 @@ __device__ __forceinline__ void multiply_item(const MoeSmem<Traits>& smem, int s
 #pragma unroll
       for (int block = 0; block < Traits::kBlocks; ++block) {
         // A step of 16 elements is 32 bytes; descriptors count 16.
-        ptx::wgmma_ss<T>(sums[block], weights + block * (kBlockBytes / 16) + k * 2, rows + k * 2,
-                         true);
+        ptx::wgmma_ss<T>(sums[block],
+                         ptx::move_descriptor(weights, block * (kBlockBytes / 16) + k * 2),
+                         ptx::move_descriptor(rows, k * 2), true);
       }
     }
     ptx::wgmma_commit();

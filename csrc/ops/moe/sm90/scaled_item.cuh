@@ -172,7 +172,9 @@ __device__ __forceinline__ void multiply_scaled_item(const MoeSmem<Traits>& smem
     ptx::wgmma_fence();
 #pragma unroll
     for (int block = 0; block < kBlocks; ++block) {
-      issue_codes(products[block], weights + block * kBlockBytes, smem.rows(cursor.stage));
+      issue_codes(products[block],
+                  ptx::swizzle128_descriptor(weights + block * kBlockBytes, 0, 1024),
+                  ptx::swizzle128_descriptor(smem.rows(cursor.stage), 0, 1024));
     }
     ptx::wgmma_wait<kBlocks - 1>();
     ptx::wgmma_hold(products[0]);
@@ -183,10 +185,7 @@ __device__ __forceinline__ void multiply_scaled_item(const MoeSmem<Traits>& smem
       promote(sums[1], products[1], smem.scales(cursor.stage), has_blocks, of_line);
     }
     of_line = next;
-    __syncwarp();  // every lane has read the scales
-    if (threadIdx.x % 32 == 0) {
-      ptx::mbarrier_arrive(smem.empty + cursor.stage * 8);
-    }
+    release_line(smem.empty + cursor.stage * 8);
   }
   if (!has_blocks) {
 #pragma unroll

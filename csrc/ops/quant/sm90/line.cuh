@@ -13,16 +13,15 @@ namespace diffulex::cuda::sm90 {
 
 inline constexpr int kCodeLine = 128;  // columns, and bytes
 
-/// 128 columns: 64 rows of W at `weights` times the rows at `rows`.
+/// 128 columns of 64 rows of one operand and of 8 kGroups rows of the other, by their descriptors.
 template <int kGroups>
-__device__ __forceinline__ void issue_codes(float (&product)[kGroups][4], uint32_t weights,
-                                            uint32_t rows) {
-  const uint64_t a = ptx::swizzle128_descriptor(weights, 0, 1024);
-  const uint64_t b = ptx::swizzle128_descriptor(rows, 0, 1024);
+__device__ __forceinline__ void issue_codes(float (&product)[kGroups][4], uint64_t tall,
+                                            uint64_t wide) {
 #pragma unroll
   for (int32_t k = 0; k < 4; ++k) {
     // A step of 32 codes is 32 bytes; descriptors count 16.
-    ptx::wgmma_e4m3(product, a + 2 * k, b + 2 * k, k > 0);
+    ptx::wgmma_e4m3(product, ptx::move_descriptor(tall, 2 * k), ptx::move_descriptor(wide, 2 * k),
+                    k > 0);
   }
   ptx::wgmma_commit();
 }
@@ -58,15 +57,6 @@ __device__ __forceinline__ void promote(float (&sums)[kGroups][4],
     promote_group(sums[group], product[group], row_scales(scales, group), has_blocks, weight);
   }
 }
-
-/// A line in shared memory: where its operands and the scales of rows of x begin, and the barrier
-/// on which a warp arrives that has read them.
-struct LineOperands final {
-  uint32_t weights;
-  uint32_t rows;
-  uint32_t scales;
-  uint32_t empty;
-};
 
 /// Says that this warp has read a line. The whole warp.
 __device__ __forceinline__ void release_line(uint32_t empty) {

@@ -198,7 +198,7 @@ class ManyRowsFeed final {
 
   __device__ __forceinline__ ManyRowsFeed(const ManyRowsArgs& args, const RingSmem& smem,
                                           const ManyRowsWork& work)
-      : args_(args), smem_(smem), early_(work.early) {
+      : args_(args), smem_(smem), place_(work) {
     constexpr uint32_t kHalfBytes = kManyRowsBox * kCodeLine;
     const uint32_t rows =
         smem.stages + Traits::kColumns * kCodeLine + threadIdx.x / 128 * kHalfBytes;
@@ -212,22 +212,18 @@ class ManyRowsFeed final {
   }
   /// Waits for the next line and lets the tensor cores begin with it.
   __device__ __forceinline__ Started start(Sums& product) {
-    wait();
+    place_.wait(smem_);
     Turns::wait(group());
-    // Descriptors count 16 bytes, a step of 32 codes is two.
-    const uint64_t offset = static_cast<uint32_t>(cursor_.stage) * (kStageBytes / 16);
+    const uint32_t offset = place_.stage * (kStageBytes / 16);
     ptx::wgmma_hold(product);
     ptx::wgmma_fence();
-#pragma unroll
-    for (int32_t k = 0; k < 4; ++k) {
-      ptx::wgmma_e4m3(product, rows_ + offset + 2 * k, weights_ + offset + 2 * k, k > 0);
-    }
-    ptx::wgmma_commit();
+    issue_codes(product, ptx::move_descriptor(rows_, offset),
+                ptx::move_descriptor(weights_, offset));
     Turns::pass(group());
-    const uint32_t scales = scales_ + cursor_.stage * kManyRowsScaleBytes;
-    const Started line{cursor_.stage, ptx::shared_load1(scales),
+    const uint32_t scales = scales_ + place_.stage * kManyRowsScaleBytes;
+    const Started line{place_.stage, ptx::shared_load1(scales),
                        ptx::shared_load1(scales + 8 * sizeof(float))};
-    cursor_.advance(args_.stages);
+    place_.advance(args_.stages);
     return line;
   }
   /// Adds a line, of which there are kPending later ones, to the sums.
@@ -250,11 +246,11 @@ class ManyRowsFeed final {
   }
   /// Leaves out a line.
   __device__ __forceinline__ void skip() {
-    wait();
+    place_.wait(smem_);
     Turns::wait(group());
     Turns::pass(group());
-    release_line(smem_.empty + 8 * cursor_.stage);
-    cursor_.advance(args_.stages);
+    release_line(smem_.empty + 8 * place_.stage);
+    place_.advance(args_.stages);
   }
 
  private:
@@ -263,22 +259,13 @@ class ManyRowsFeed final {
 
   static __device__ __forceinline__ int group() { return static_cast<int>(threadIdx.x) / 128; }
 
-  __device__ __forceinline__ void wait() {
-    if (early_ > 0) {
-      --early_;
-      ptx::mbarrier_wait(smem_.landed + 8 * cursor_.stage, 0);
-    }
-    ptx::mbarrier_wait(smem_.full + 8 * cursor_.stage, cursor_.parity);
-  }
-
   const ManyRowsArgs& args_;
   const RingSmem& smem_;
   uint64_t rows_;
   uint64_t weights_;
   uint32_t own_row_;
   uint32_t scales_ = 0;
-  int32_t early_;  // lines from here on whose W has a barrier of its own
-  RingCursor cursor_;
+  RingReader place_;
 };
 
 /// Sums of a tile on their way out: the other share, scales of rows of W and bias, or gate, one

@@ -141,16 +141,6 @@ __device__ __forceinline__ void skip_stages(RingCursor& cursor, int32_t steps, i
   }
 }
 
-/// A descriptor whose address is `units` of 16 bytes on; the sum stays within the address.
-__device__ __forceinline__ uint64_t move_descriptor(uint64_t descriptor, uint32_t units) {
-  return (descriptor & 0xFFFFFFFF00000000U) | (static_cast<uint32_t>(descriptor) + units);
-}
-
-/// The same in all lanes, as the compiler knows.
-__device__ __forceinline__ int32_t uniform(int32_t value) {
-  return __shfl_sync(0xFFFFFFFFU, value, 0);
-}
-
 /// Adds the sums of all phases of a tile to those of phase 0, in ascending order. All consumers.
 template <typename Traits>
 __device__ __forceinline__ void add_phases(const NibbleLinearArgs& args, uint32_t shares,
@@ -185,7 +175,7 @@ template <typename Traits>
 __device__ __forceinline__ void consume_nibbles(const NibbleLinearArgs& args,
                                                 const RingSmem& smem) {
   const NibbleWork work(args);
-  const int32_t warp = uniform(static_cast<int32_t>(threadIdx.x) / 32);
+  const int32_t warp = ptx::uniform(static_cast<int32_t>(threadIdx.x) / 32);
   const int32_t phase = warp / (4 * args.blocks);
   const int32_t stripe = warp - phase * 4 * args.blocks;  // of 16 rows of W
   const bool is_signaller = threadIdx.x % 32 == 0;
@@ -224,7 +214,7 @@ __device__ __forceinline__ void consume_nibbles(const NibbleLinearArgs& args,
         for (int32_t k = 0; k < 4; ++k) {
           // A step of 16 elements is 32 bytes; descriptors count 16.
           ptx::wgmma_rs<typename Traits::T>(sums, fragments[buffer][k],
-                                            move_descriptor(rows, 2 * k), true);
+                                            ptx::move_descriptor(rows, 2 * k), true);
         }
         ptx::wgmma_commit();
       }

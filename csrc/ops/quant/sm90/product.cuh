@@ -7,7 +7,8 @@
 //
 //   line    the product of 128 columns starts at 0 and goes to the float32 sums times its scales:
 //           the tensor cores keep too few bits of long sums
-//   scales  of the rows of x lie beside the stages; those of W come from memory, a line ahead
+//   scales  of the rows of x lie beside the stages; those of W come from memory, asked for before
+//           a line is waited for
 //
 // The order of the sums does not depend on the number of rows, of x or of a tile.
 
@@ -200,101 +201,133 @@ class ScaledEpilogue final : public LinearExchange<Traits> {
   const ScaledLinearArgs& scaled_;
 };
 
-/// The stages of a consumer, in turn.
-template <typename Traits>
-class StageFeed final {
+/// The lines of a consumer, in turn. Where registers are enough one is promoted while the next one
+/// is multiplied.
+template <typename Traits, bool kHasBlocks>
+class LineFeed final {
  public:
-  __device__ __forceinline__ StageFeed(const ScaledLinearArgs& args, const RingSmem& smem,
-                                       const ScaledWork& work)
-      : args_(args),
-        smem_(smem),
-        work_(work),
-        scales_(args),
-        own_weights_(static_cast<uint32_t>(threadIdx.x) / 128 * 64 * Traits::kLineBytes),
-        rows_(static_cast<uint32_t>(Traits::kLines * args.tile_rows * Traits::kLineBytes)) {}
+  using Product = float[Traits::kGroups][4];
+  /// A line on its way: where the scales of the rows of x begin, the scales of the rows of W if
+  /// they are those of blocks, and the barrier on which a warp arrives that has read its stage.
+  struct Started final {
+    uint32_t scales;
+    uint32_t empty;
+    float2 weight;
+  };
+
+  __device__ __forceinline__ LineFeed(const ScaledLinearArgs& args, const RingSmem& smem,
+                                      const ScaledWork& work)
+      : args_(args), smem_(smem), work_(work), scales_(args), place_(work) {
+    const uint32_t own = ptx::uniform(threadIdx.x / 128) * 64 * Traits::kLineBytes;  // of W
+    weights_ = ptx::swizzle128_descriptor(smem.stages + own, 0, 1024);
+    rows_ = ptx::swizzle128_descriptor(smem.stages + Traits::kLines * line_bytes(), 0, 1024);
+  }
 
   __device__ __forceinline__ void begin_tile(int32_t tile) {
-    early_ = tile == work_.tile ? work_.early : 0;
     scales_.begin_tile(tile);
+    line_ = work_.begin;
   }
   [[nodiscard]] __device__ __forceinline__ const WeightScales& scales() const { return scales_; }
 
-  /// Waits for a stage, the next one. The lines of its operands follow each other.
-  __device__ __forceinline__ LineOperands wait(int32_t step) {
-    if (step < early_) {
-      ptx::mbarrier_wait(smem_.landed + 8 * cursor_.stage, 0);
+  /// Waits for the next line, the kLine-th of its stage, and lets the tensor cores begin with it.
+  template <int kLine>
+  __device__ __forceinline__ Started start(Product& product) {
+    // Of a line past the depth any scale will do.
+    const float2 weight =
+        kHasBlocks ? scales_.of_line(min(line_++, args_.num_lines - 1)) : float2{};
+    if constexpr (kLine == 0) {
+      place_.wait(smem_);
     }
-    ptx::mbarrier_wait(smem_.full + 8 * cursor_.stage, cursor_.parity);
-    const uint32_t stage = smem_.stages + cursor_.stage * args_.stage_bytes;
-    const LineOperands line{stage + own_weights_, stage + rows_,
-                            smem_.extra + cursor_.stage * Traits::kLines * Traits::kLineScales,
-                            smem_.empty + 8 * cursor_.stage};
-    cursor_.advance(args_.stages);
+    constexpr uint32_t kUnit = 16;  // bytes that descriptors count
+    constexpr uint32_t kRowBytes = Traits::kRows * Traits::kLineBytes;
+    const uint32_t stage = ptx::uniform(place_.stage);
+    const uint32_t offset = stage * args_.stage_bytes;
+    ptx::wgmma_hold(product);
+    ptx::wgmma_fence();
+    issue_codes(product, ptx::move_descriptor(weights_, (offset + kLine * line_bytes()) / kUnit),
+                ptx::move_descriptor(rows_, (offset + kLine * kRowBytes) / kUnit));
+    const uint32_t scales = smem_.extra + (stage * Traits::kLines + kLine) * Traits::kLineScales;
+    const Started line{scales, smem_.empty + 8 * stage, weight};
+    if constexpr (kLine + 1 == Traits::kLines) {
+      place_.advance(args_.stages);
+    }
     return line;
   }
-  /// Scales of the rows of W in blocks; of a line past the depth any will do.
-  [[nodiscard]] __device__ __forceinline__ float2 weight(int32_t step, int32_t line = 0) const {
-    return scales_.of_line(min(work_.begin + step * Traits::kLines + line, args_.num_lines - 1));
+  /// Adds a line, of which kPending later ones are on their way, to the sums.
+  template <int kLine, int kPending>
+  __device__ __forceinline__ void finish(Product& sums, Product& product, const Started& line) {
+    ptx::wgmma_wait<kPending>();
+    ptx::wgmma_hold(product);
+    promote(sums, product, line.scales, kHasBlocks, line.weight);
+    if constexpr (kLine + 1 == Traits::kLines) {
+      release_line(line.empty);
+    }
   }
 
  private:
+  /// Of W.
+  __device__ __forceinline__ uint32_t line_bytes() const {
+    return args_.tile_rows * Traits::kLineBytes;
+  }
+
   const ScaledLinearArgs& args_;
   const RingSmem& smem_;
   const ScaledWork& work_;
   WeightScales scales_;
-  const uint32_t own_weights_;  // of this warpgroup in a line
-  const uint32_t rows_;         // in a stage
-  RingCursor cursor_;
-  int32_t early_ = 0;  // steps of this tile whose W has a barrier of its own
+  uint64_t weights_;  // operands of the first stage: W of this warpgroup, x
+  uint64_t rows_;
+  RingReader place_;
+  int32_t line_ = 0;  // of the depth
 };
 
-/// Each stage waited for, multiplied and promoted before the next one.
-template <typename Traits>
-__device__ __forceinline__ void multiply_stages(StageFeed<Traits>& feed, int32_t count,
-                                                bool has_blocks, int32_t weight_bytes,
-                                                float (&sums)[Traits::kGroups][4]) {
-  for (int32_t step = 0; step < count; ++step) {
-    float2 weight[Traits::kLines] = {};
-    if (has_blocks) {
-#pragma unroll
-      for (int32_t line = 0; line < Traits::kLines; ++line) {
-        weight[line] = feed.weight(step, line);
-      }
+/// Adds the next kCount lines, the first of which begins a stage. None is on its way before or
+/// after: where an accumulator is in use across the end of a loop, the compiler waits for every
+/// product. At most two stages are held, of which a ring has more.
+template <int kCount, typename Traits, bool kHasBlocks>
+__device__ __forceinline__ void add_lines(LineFeed<Traits, kHasBlocks>& feed,
+                                          float (&sums)[Traits::kGroups][4]) {
+  constexpr int kSecond = Traits::kLines - 1;  // of a pair, in its stage
+  float first[Traits::kGroups][4];
+  auto even = feed.template start<0>(first);
+  if constexpr (kCount == 1) {
+    feed.template finish<0, 0>(sums, first, even);
+  } else {
+    float second[Traits::kGroups][4];
+    auto odd = feed.template start<kSecond>(second);
+    feed.template finish<0, 1>(sums, first, even);
+    if constexpr (kCount > 2) {
+      even = feed.template start<0>(first);
+      feed.template finish<kSecond, 1>(sums, second, odd);
+      odd = feed.template start<kSecond>(second);
+      feed.template finish<0, 1>(sums, first, even);
     }
-    const LineOperands stage = feed.wait(step);
-    float products[Traits::kLines][Traits::kGroups][4];
-#pragma unroll
-    for (int32_t line = 0; line < Traits::kLines; ++line) {
-      ptx::wgmma_hold(products[line]);
-    }
-    ptx::wgmma_fence();
-#pragma unroll
-    for (int32_t line = 0; line < Traits::kLines; ++line) {
-      issue_codes(products[line], stage.weights + line * weight_bytes,
-                  stage.rows + line * Traits::kRows * Traits::kLineBytes);
-    }
-    ptx::wgmma_wait<Traits::kLines - 1>();
-    ptx::wgmma_hold(products[0]);
-    promote(sums, products[0], stage.scales, has_blocks, weight[0]);
-    if constexpr (Traits::kLines > 1) {
-      ptx::wgmma_wait<0>();
-      ptx::wgmma_hold(products[1]);
-      promote(sums, products[1], stage.scales + Traits::kLineScales, has_blocks, weight[1]);
-    }
-    release_line(stage.empty);
+    feed.template finish<kSecond, 0>(sums, second, odd);
   }
 }
 
-template <typename Traits>
+/// The sums of a tile: `count` stages.
+template <typename Traits, bool kHasBlocks>
+__device__ __forceinline__ void multiply_lines(LineFeed<Traits, kHasBlocks>& feed, int32_t count,
+                                               float (&sums)[Traits::kGroups][4]) {
+  constexpr int kMost = Traits::kGroups <= 4 ? 4 : Traits::kLines;  // that registers are enough for
+  int32_t lines = count * Traits::kLines;
+  for (; lines >= kMost; lines -= kMost) {
+    add_lines<kMost>(feed, sums);
+  }
+  for (; lines > 0; lines -= Traits::kLines) {
+    add_lines<Traits::kLines>(feed, sums);
+  }
+}
+
+template <typename Traits, bool kHasBlocks>
 __device__ __forceinline__ void consume_codes(const ScaledLinearArgs& args, const RingSmem& smem) {
   const ScaledWork work(args);
-  const bool has_blocks = args.block_stride != 0;
   ScaledEpilogue<Traits> epilogue(args, smem, work.split);
-  StageFeed<Traits> feed(args, smem, work);
+  LineFeed<Traits, kHasBlocks> feed(args, smem, work);
   for (int32_t tile = work.tile; tile < args.num_tiles; tile += work.stride) {
     feed.begin_tile(tile);
     float sums[Traits::kGroups][4] = {};
-    multiply_stages(feed, work.count, has_blocks, args.tile_rows * Traits::kLineBytes, sums);
+    multiply_lines(feed, work.count, sums);
     epilogue.finish(sums, feed.scales(), tile + work.stride >= args.num_tiles);
   }
 }
@@ -306,8 +339,13 @@ __global__ void __launch_bounds__(Traits::kMaxThreads, 1)
                          const __grid_constant__ ScaledLinearArgs args) {
   extern __shared__ __align__(1024) uint8_t raw[];
   const RingSmem smem(raw, args, args.scale_bytes);
-  run_ring<ScaledCopies<Traits>>(args, smem, &weight_map, &row_map,
-                                 [&] { consume_codes<Traits>(args, smem); });
+  run_ring<ScaledCopies<Traits>>(args, smem, &weight_map, &row_map, [&] {
+    if (args.block_stride != 0) {
+      consume_codes<Traits, true>(args, smem);
+    } else {
+      consume_codes<Traits, false>(args, smem);
+    }
+  });
 }
 
 }  // namespace diffulex::cuda::sm90

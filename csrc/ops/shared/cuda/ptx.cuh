@@ -10,6 +10,11 @@
 
 namespace diffulex::cuda::ptx {
 
+/// The same in all lanes, as the compiler knows.
+__device__ __forceinline__ int32_t uniform(int32_t value) {
+  return __shfl_sync(0xFFFFFFFFU, value, 0);
+}
+
 __device__ __forceinline__ uint32_t smem_address(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }

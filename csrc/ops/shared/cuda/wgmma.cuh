@@ -26,6 +26,11 @@ __device__ __forceinline__ uint64_t swizzle128_descriptor(uint32_t address, uint
          static_cast<uint64_t>((address & 0x3FFFF) >> 4);
 }
 
+/// A descriptor whose address is `units` of 16 bytes on; the sum stays within the address.
+__device__ __forceinline__ uint64_t move_descriptor(uint64_t descriptor, uint32_t units) {
+  return (descriptor & 0xFFFFFFFF00000000U) | (static_cast<uint32_t>(descriptor) + units);
+}
+
 /// wgmma.fence: registers and shared memory written before are seen by the products issued next.
 __device__ __forceinline__ void wgmma_fence() {
   asm volatile("wgmma.fence.sync.aligned;\n" ::: "memory");
