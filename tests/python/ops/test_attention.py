@@ -194,6 +194,24 @@ def test_zero_rows_between_what_belongs_to_others(
     assert torch.all(frame[skip:].view(rows, heads, dim + gap)[..., dim:] == 7.0)
 
 
+@pytest.mark.parametrize("length", [20, 32, 40])
+@pytest.mark.parametrize("num_splits", [0, 1, 3])
+def test_walks_that_begin_with_short_tiles(device: str, length: int, num_splits: int) -> None:
+    """Kernels multiply few keys where the block in flight, the end of the cache, or both are short; what
+    lies past the context is not a number."""
+    contexts = [1, 31, 32, 33, 127, 128, 129, 160, 161, 288, 300]
+    lengths = [length] * len(contexts)
+    case = simple_case(device, lengths, contexts, heads=(4, 1), dtype=torch.bfloat16)
+    for name in ("k_cache", "v_cache"):
+        cache = case.tensors[name]
+        assert cache is not None
+        rows = cache.view(len(contexts), -1, *cache.shape[2:])
+        for request, context in zip(rows, contexts, strict=True):
+            request[context:] = torch.nan
+    case.numbers |= {"num_splits": num_splits, "block_size": 32}
+    check(case)
+
+
 def test_long_context(device: str) -> None:
     check(simple_case(device, [8, 4], [1500, 640], heads=(4, 2), page_size=64))
 

@@ -115,10 +115,13 @@ class Consumer final {
     ptx::mbarrier_wait(barriers_.query_full(), query_phase_);
     query_phase_ ^= 1;
     int32_t index = 0;
-    if constexpr (kTileKeys > kShortTileKeys) {
+    if constexpr (kMaxShortTiles<kTileKeys> > 0) {
       if (setup.extent<kTileKeys>(0) == kShortTileKeys) {
-        run_short(setup, unit, result);
-        index = 1;
+        do {
+          run_short(setup, unit, index, result);
+          ++index;
+        } while (kMaxShortTiles<kTileKeys> > 1 && index == 1 && index < count &&
+                 setup.extent<kTileKeys>(index) == kShortTileKeys);
       }
     }
     if (index < count) {
@@ -130,9 +133,9 @@ class Consumer final {
   }
 
  private:
-  /// The first tile when it is short: nothing overlaps, but few keys are multiplied.
+  /// A short tile: nothing overlaps, but few keys are multiplied.
   __device__ __forceinline__ void run_short(const TileSetup& setup, const UnitReader<Traits>& unit,
-                                            Accumulators<Traits>& result) {
+                                            int32_t index, Accumulators<Traits>& result) {
     float scores[kShortTileKeys / 8][4];
     uint32_t probabilities[kShortTileKeys / 16][4];
     float rescale[2];
@@ -141,9 +144,12 @@ class Consumer final {
     const uint32_t unmapped = read_unmapped();
     ptx::wgmma_wait<0>();
     ptx::wgmma_hold(scores);
-    finish_scores(setup, unit, 0, unmapped, scores, result.softmax, rescale);
+    finish_scores(setup, unit, index, unmapped, scores, result.softmax, rescale);
     pack(scores, probabilities);
-    wait_values(setup, 0);
+    if (index > 0) {
+      scale_values(rescale, result.values);
+    }
+    wait_values(setup, index);
     issue_values(probabilities, result.values);
     ptx::wgmma_wait<0>();
     ptx::wgmma_hold(result.values);

@@ -139,8 +139,10 @@ class UnitList final {
   int64_t pass_ = 0;
 };
 
-/// Keys of a short first tile.
+/// Keys of a short tile, and the most short tiles that a walk begins with.
 inline constexpr int32_t kShortTileKeys = 32;
+template <int kTileKeys>
+inline constexpr int32_t kMaxShortTiles = min_i32(kTileKeys / (2 * kShortTileKeys), 2);
 
 /// A row tile and the keys it walks.
 struct TileSetup final {
@@ -200,13 +202,17 @@ struct TileSetup final {
     return contains(full_in_flight, index) || contains(full_cached, index);
   }
 
-  /// Key rows of tile `index` that are multiplied: a walk may begin with a short tile, typically
-  /// the block in flight.
+  /// Key rows of tile `index` that are multiplied: a walk may begin with short tiles, typically the
+  /// block in flight and the end of what is cached.
   template <int kTileKeys>
   __device__ __forceinline__ int32_t extent(int32_t index) const {
-    const int32_t used =
-        walk.template bounds<kTileKeys>(index).end - walk.template base<kTileKeys>(index);
-    return index == 0 && used <= kShortTileKeys ? min_i32(kShortTileKeys, kTileKeys) : kTileKeys;
+    const auto is_short = [this](int32_t tile) {
+      return walk.template bounds<kTileKeys>(tile).end - walk.template base<kTileKeys>(tile) <=
+             kShortTileKeys;
+    };
+    const bool is_leading =
+        index == 0 || (kMaxShortTiles<kTileKeys> > 1 && index == 1 && is_short(0));
+    return is_leading && is_short(index) ? min_i32(kShortTileKeys, kTileKeys) : kTileKeys;
   }
 
   /// Keys of tile `index` that some row may see, hole included.
