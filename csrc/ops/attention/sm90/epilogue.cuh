@@ -179,11 +179,11 @@ struct SplitUnit final {
   int32_t num_tokens;
 };
 
-/// Largest statistic of a row.
-__device__ __forceinline__ float row_maximum(const float2* stats, int64_t stride, int32_t splits) {
-  float maximum = -INFINITY;
+/// The largest of `maximum` and the statistics of a row from split `first` on.
+__device__ __forceinline__ float row_maximum(const float2* stats, int64_t stride, int32_t first,
+                                             int32_t splits, float maximum) {
 #pragma unroll 8
-  for (int32_t split = 0; split < splits; ++split) {
+  for (int32_t split = first; split < splits; ++split) {
     maximum = fmaxf(maximum, __ldcg(stats + split * stride).x);
   }
   return maximum;
@@ -242,6 +242,7 @@ __device__ __forceinline__ void reduce_items(const AttentionArgs& args, const Sp
     const auto load = [&](int32_t base) {
 #pragma unroll
       for (int i = 0; i < kBatch; ++i) {
+        stat[i] = make_float2(-INFINITY, 0.0F);
         if (base + i < unit.splits) {
           stat[i] = __ldcg(stats + (base + i) * Traits::kTileRows);
           const float4* source = values + int64_t{base + i} * Slot::kValueStride;
@@ -255,7 +256,11 @@ __device__ __forceinline__ void reduce_items(const AttentionArgs& args, const Sp
       }
     };
     load(0);
-    maximum = row_maximum(stats, Traits::kTileRows, unit.splits);
+    maximum = row_maximum(stats, Traits::kTileRows, kBatch, unit.splits, maximum);
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) {
+      maximum = fmaxf(maximum, stat[i].x);
+    }
 #pragma unroll 1
     for (int32_t base = 0; base < unit.splits; base += kBatch) {
       if (base > 0) {
@@ -265,7 +270,7 @@ __device__ __forceinline__ void reduce_items(const AttentionArgs& args, const Sp
       for (int i = 0; i < kBatch; ++i) {
         // The values of a split without keys may be of an earlier call. Its sum is exactly 0; that
         // of one with a visible NaN is NaN, which must reach the result.
-        if (base + i < unit.splits && stat[i].y != 0.0F) {
+        if (stat[i].y != 0.0F) {
           const float weight = ptx::exp2_approx(stat[i].x - maximum);
           sum = fmaf(stat[i].y, weight, sum);
 #pragma unroll
