@@ -99,6 +99,7 @@ __global__ void __launch_bounds__(32 * kWarps * kRows)
   constexpr int kCount = kVec ? kElems : 1;
   constexpr int kThreads = 32 * kWarps;
   __shared__ float scratch[kWarps];
+  warm_arguments<kWarps * kRows>(args, static_cast<int>(threadIdx.x >> 5));
   const int thread = kRows > 1 ? threadIdx.x & 31 : threadIdx.x;
   const int64_t row = static_cast<int64_t>(blockIdx.x) * kRows + (kRows > 1 ? threadIdx.x >> 5 : 0);
   if (row >= args.num_rows) {

@@ -77,6 +77,7 @@ template <typename T, typename Code>
 __global__ void __launch_bounds__(kThreads)
     groups_kernel(const __grid_constant__ RowsArgs args, const __grid_constant__ CodeRows rows) {
   const auto thread = static_cast<int>(threadIdx.x);
+  warm_arguments<kWarps>(rows, thread / kWarp);
   const int64_t index = int64_t{blockIdx.x} * (kThreads / kGroupLanes) + thread / kGroupLanes;
   if (index >= args.num_groups) {
     return;

@@ -268,6 +268,8 @@ __device__ __forceinline__ void finish_head(const RopeArgs& args, const HeadGrou
 template <typename Shape>
 __global__ void __launch_bounds__(kThreads) rope_kernel(const __grid_constant__ RopeArgs args) {
   using T = typename Shape::T;
+  pdl_launch_dependents();
+  warm_arguments<kWarps>(args, static_cast<int>(threadIdx.x >> 5));
   const HeadRun run =
       find_heads(args, static_cast<int64_t>(blockIdx.x) * kWarps + (threadIdx.x >> 5));
   const int64_t token = run.token;
@@ -281,7 +283,6 @@ __global__ void __launch_bounds__(kThreads) rope_kernel(const __grid_constant__ 
   // overlaps the end of the one before.
   UnitTables<Shape> tables[Shape::kUnits];
   load_weights<Shape>(args, group, tables);
-  pdl_launch_dependents();
   pdl_wait();
   const int32_t end = min(first + args.warp_heads, group.num_heads);
   const T* source = static_cast<const T*>(group.data) + token * group.token_stride;

@@ -170,18 +170,6 @@ __device__ __forceinline__ void prefetch_metadata(const AttentionArgs& args) {
   }
 }
 
-/// Brings the arguments into the constant cache, a line a warp: read one after the other, when they
-/// are needed, every line costs a miss.
-template <typename Traits>
-__device__ __forceinline__ void warm_arguments(const typename Traits::Args& args, int warp) {
-  constexpr int kLine = 16;  // words
-  using Args = typename Traits::Args;
-  static_assert(sizeof(Args) <= Traits::kThreads / 32 * 4 * kLine, "a line for each warp");
-  const uint32_t* const words = reinterpret_cast<const uint32_t*>(&args);
-  const int last = static_cast<int>(sizeof(Args) / 4) - 1;
-  asm volatile("" ::"r"(words[min_i32(warp * kLine, last)]));
-}
-
 /// The warps of the producer.
 template <typename Traits>
 __device__ __forceinline__ void produce(const typename Traits::Args& args,
@@ -236,7 +224,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   if (warp == 1) {
     prefetch_metadata(args);
   }
-  warm_arguments<Traits>(args, warp);
+  warm_arguments<Traits::kThreads / 32>(args, warp);
   __syncthreads();
   if (warp != 3) {
     pdl_wait();  // the scheduler waits later

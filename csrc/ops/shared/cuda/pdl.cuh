@@ -6,6 +6,8 @@
 // read, it calls pdl_wait(). Weights are read before it, by launches that can_read_ahead() allows.
 // On older architectures both calls do nothing and the launch is plain.
 
+#include <cstdint>
+
 #include <cuda_runtime.h>
 
 #include "diffulex/ops/exec_context.h"
@@ -24,6 +26,16 @@ __device__ __forceinline__ void pdl_launch_dependents() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;\n" ::: "memory");
 #endif
+}
+
+/// Brings arguments into the constant cache, a line a warp, instead of a miss for each line later.
+template <int kWarps, typename Args>
+__device__ __forceinline__ void warm_arguments(const Args& args, int warp) {
+  constexpr int kLine = 16;  // words
+  static_assert(sizeof(Args) <= kWarps * 4 * kLine, "a line for each warp");
+  const auto* const words = reinterpret_cast<const uint32_t*>(&args);
+  const int last = static_cast<int>(sizeof(Args) / 4) - 1;
+  asm volatile("" ::"r"(words[warp * kLine < last ? warp * kLine : last]));
 }
 
 /// Where and how large a launch is.
