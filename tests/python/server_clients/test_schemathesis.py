@@ -142,10 +142,11 @@ def served_operations(server: LiveServer, document: dict[str, Any]) -> dict[str,
 
 
 def _limit_templates(schema: dict[str, Any], highest: int) -> None:
-    """They are as short as the answers, and exclude what a request of their own has."""
+    """They are as short as the answers, leave a position free and exclude what a request of their own has."""
     template = schema["properties"]["template_token_ids"]["anyOf"][0]
     template["maxItems"] = 4
     template["items"]["anyOf"][0] = {"type": "integer", "minimum": 0, "maximum": highest}
+    template["contains"] = template["items"]["anyOf"][1]  # a free position
     excluded = ("logprobs", "include", "max_repetition_run")
     without = {name: {"enum": [None]} for name in excluded if name in schema["properties"]}
     rule = [{"properties": {"template_token_ids": {"type": "null"}}}, {"properties": without}]
