@@ -39,6 +39,7 @@ TEST(NibblePlanTest, PlansAreSoundAndSumInOneOrder) {
             EXPECT_GE(plan.blocks * 64, linear.tile_rows);
             EXPECT_LE(plan.blocks * plan.phases, kNibbleWarpgroups);
             EXPECT_EQ(linear.stages % plan.phases, 0);
+            EXPECT_GE(linear.stages, 2 * plan.phases);  // a phase holds two
             EXPECT_GE(linear.stages, 3);
             EXPECT_EQ(linear.stage_bytes % 1024, 0);
             EXPECT_EQ(plan.scale_bytes % 16, 0);

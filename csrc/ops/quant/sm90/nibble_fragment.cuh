@@ -60,8 +60,11 @@ class NibbleLane final {
     const auto lane = static_cast<int32_t>(threadIdx.x) % 32;
     const int32_t half = lane / 16;
     // Lines of 128 bytes, whose runs of 16 are swizzled by the number of the line.
-    swizzled_ = half * 128 + ((lane / 2 % 8) ^ half) * 16 + lane % 2 * 8;
-    stripe_ = stripe * kStripeBytes;
+    const int32_t swizzled = half * 128 + ((lane / 2 % 8) ^ half) * 16 + lane % 2 * 8;
+#pragma unroll
+    for (int32_t pair = 0; pair < 4; ++pair) {
+      places_[pair] = stripe * kStripeBytes + pair * 256 + (swizzled ^ (pair * 32));
+    }
     above_ = stripe * args.stripe_scales + lane / 4;
   }
 
@@ -76,23 +79,31 @@ class NibbleLane final {
     }
   }
 
-  /// Fragments of four times 16 columns: rows lane / 4 and eight below, or gate and up. Those of a
-  /// warp behind the tile stay as they are.
-  __device__ __forceinline__ void fragments_of(uint32_t weights, int32_t line,
-                                               uint32_t (&fragments)[4][4]) const {
+  /// Fragments of a piece, 16 columns each: rows lane / 4 and eight below, or gate and up. Those of
+  /// a warp behind the tile stay as they are.
+  __device__ __forceinline__ void fragments_of(
+      uint32_t weights, int32_t piece, uint32_t (&fragments)[Traits::kPieceSteps][4]) const {
     if (!is_inside_) {
       return;
     }
-    const uint2 above = words_of(weights, 2 * line);
-    const uint2 below = words_of(weights, 4 + 2 * line);
-    widen_half(above.x, below.x, 2 * line, fragments[0], fragments[1]);
-    widen_half(above.y, below.y, 2 * line + 1, fragments[2], fragments[3]);
+    if constexpr (Traits::kPieceSteps == 4) {
+      const uint2 above = ptx::shared_load_pair(weights + places_[piece]);
+      const uint2 below = ptx::shared_load_pair(weights + places_[2 + piece]);
+      widen_half(above.x, below.x, 2 * piece, fragments[0], fragments[1]);
+      widen_half(above.y, below.y, 2 * piece + 1, fragments[2], fragments[3]);
+    } else {
+      const uint32_t half = weights + piece % 2 * 4;
+      widen_half(__float_as_uint(ptx::shared_load1(half + places_[piece / 2])),
+                 __float_as_uint(ptx::shared_load1(half + places_[2 + piece / 2])), piece,
+                 fragments[0], fragments[1]);
+    }
   }
 
  private:
   static constexpr int32_t kStripeBytes = 16 * kNibbleStageDepth / 2;
   /// Whether scales are read where they are needed: registers do not hold those of a stage.
-  static constexpr bool kReadsLate = Traits::kIsExact && Traits::kScaleRows == 4;
+  static constexpr bool kReadsLate =
+      Traits::kScaleRows == 4 || (Traits::kIsExact && Traits::kRows == kNibbleMaxRows);
 
   __device__ __forceinline__ void read_row(int32_t row, NibbleScales<Traits> (&scales)[2]) const {
     const int32_t place = row * args_.tile_rows + above_;
@@ -100,10 +111,6 @@ class NibbleLane final {
     scales[1].read(args_, stage_, place + args_.below_scales);
   }
 
-  /// 64 columns of a row, whose lines of 128 bytes begin with `line` of the stripe.
-  __device__ __forceinline__ uint2 words_of(uint32_t weights, int32_t line) const {
-    return ptx::shared_load_pair(weights + stripe_ + line * 128 + (swizzled_ ^ (line * 16)));
-  }
   /// 32 columns, number `quarter` of the stage.
   __device__ __forceinline__ void widen_half(uint32_t above, uint32_t below, int32_t quarter,
                                              uint32_t (&first)[4], uint32_t (&second)[4]) const {
@@ -111,7 +118,7 @@ class NibbleLane final {
     uint32_t lower[4];
     if constexpr (kReadsLate) {
       NibbleScales<Traits> scales[2];
-      read_row(quarter, scales);
+      read_row(quarter * Traits::kScaleRows / 4, scales);
       scales[0].widen(above, upper);
       scales[1].widen(below, lower);
     } else {
@@ -130,8 +137,7 @@ class NibbleLane final {
 
   const NibbleLinearArgs& args_;
   const bool is_inside_;
-  int32_t swizzled_;
-  int32_t stripe_;
+  int32_t places_[4];  // of the lines of its upper row, then of its lower
   int32_t above_;
   uint32_t stage_ = 0;  // scales of the stage
   NibbleScales<Traits> scales_[kReadsLate ? 1 : Traits::kScaleRows][2];

@@ -132,13 +132,109 @@ class NibbleCopies : public RingCopies<NibbleLinearArgs, NibbleWork> {
   const uint64_t policy_;
 };
 
-/// `steps` stages on.
-__device__ __forceinline__ void skip_stages(RingCursor& cursor, int32_t steps, int32_t stages) {
-  cursor.stage += steps;
-  while (cursor.stage >= stages) {
-    cursor.stage -= stages;
-    cursor.parity ^= 1;
+/// The stages of a consumer's phase, in turn.
+template <typename Traits>
+class NibbleFeed final {
+ public:
+  __device__ __forceinline__ NibbleFeed(const NibbleLinearArgs& args, const RingSmem& smem,
+                                        const NibbleWork& work, int32_t phase, int32_t stripe)
+      : args_(args), smem_(smem), work_(work), lane_(args, stripe), early_(work.early - phase) {
+    rows_ =
+        ptx::swizzle128_descriptor(smem.stages + args.tile_rows * (kNibbleStageDepth / 2), 0, 1024);
+    place_.stage = phase;
   }
+
+  /// Waits for the next stage, and reads its scales.
+  __device__ __forceinline__ int32_t begin() {
+    const int32_t stage = ptx::uniform(place_.stage);
+    if (early_ > 0) {
+      ptx::mbarrier_wait(smem_.landed + 8 * stage, 0);
+      early_ -= args_.phases;
+    }
+    ptx::mbarrier_wait(smem_.full + 8 * stage, place_.parity);
+    lane_.begin_stage(smem_.extra + args_.share_bytes +
+                      stage * Traits::kScaleRows * args_.tile_rows * Traits::kScaleBytes);
+    move(args_.phases);
+    return stage;
+  }
+  /// Ends a tile of which this phase has taken `steps` stages.
+  __device__ __forceinline__ void end_tile(int32_t steps) {
+    move(work_.count - steps * args_.phases);
+  }
+  /// Starts the products of a piece of a stage.
+  __device__ __forceinline__ void start(int32_t stage, int32_t piece,
+                                        uint32_t (&fragments)[Traits::kPieceSteps][4],
+                                        float (&sums)[Traits::kGroups][4]) {
+    const uint32_t offset = static_cast<uint32_t>(stage) * args_.stage_bytes;
+    lane_.fragments_of(smem_.stages + offset, piece, fragments);
+    constexpr uint32_t kUnit = 16;       // bytes that descriptors count
+    constexpr uint32_t kStepBytes = 32;  // of a line of x
+    const uint32_t first = piece * Traits::kPieceSteps * kStepBytes;
+    const uint32_t line = first / Traits::kLineBytes * Traits::kRows * Traits::kLineBytes;
+    const uint64_t rows = ptx::move_descriptor(rows_, (offset + line) / kUnit);
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int32_t step = 0; step < Traits::kPieceSteps; ++step) {
+      const uint32_t units = (first % Traits::kLineBytes + step * kStepBytes) / kUnit;
+      ptx::wgmma_rs<typename Traits::T>(sums, fragments[step], ptx::move_descriptor(rows, units),
+                                        true);
+    }
+    ptx::wgmma_commit();
+  }
+  /// This warp has read a stage.
+  __device__ __forceinline__ void release(int32_t stage) const {
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) {
+      ptx::mbarrier_arrive(smem_.empty + 8 * stage);
+    }
+  }
+
+ private:
+  /// Fewer stages on than the ring has, or back.
+  __device__ __forceinline__ void move(int32_t steps) {
+    place_.stage += steps;
+    if (place_.stage >= args_.stages || place_.stage < 0) {
+      place_.stage += place_.stage < 0 ? args_.stages : -args_.stages;
+      place_.parity ^= 1;
+    }
+  }
+
+  const NibbleLinearArgs& args_;
+  const RingSmem& smem_;
+  const NibbleWork& work_;
+  NibbleLane<Traits> lane_;
+  uint64_t rows_;  // of x, of the first stage
+  RingCursor place_;
+  int32_t early_;  // stages from here on whose W has a barrier of its own
+};
+
+/// Adds the products of the next kCount stages. The left operand of a piece is made while the
+/// products of the piece before run. None is on its way before or after: where an accumulator is in
+/// use across the end of a loop, the compiler waits for every product. A phase holds kCount stages
+/// at a time, of which a ring has at least two for each.
+template <int kCount, typename Traits>
+__device__ __forceinline__ void add_stages(NibbleFeed<Traits>& feed,
+                                           uint32_t (&fragments)[2][Traits::kPieceSteps][4],
+                                           float (&sums)[Traits::kGroups][4]) {
+  constexpr int32_t kPieces = Traits::kPieces;
+  int32_t stages[kCount];
+  ptx::wgmma_hold(sums);
+#pragma unroll
+  for (int32_t piece = 0; piece < kCount * kPieces; ++piece) {
+    if (piece % kPieces == 0) {
+      stages[piece / kPieces] = feed.begin();
+    }
+    if (piece > 1) {
+      ptx::wgmma_wait<1>();
+    }
+    if (piece == kPieces + 1) {
+      feed.release(stages[0]);
+    }
+    feed.start(stages[piece / kPieces], piece % kPieces, fragments[piece % 2], sums);
+  }
+  ptx::wgmma_wait<0>();
+  ptx::wgmma_hold(sums);
+  feed.release(stages[kCount - 1]);
 }
 
 /// Adds the sums of all phases of a tile to those of phase 0, in ascending order. All consumers.
@@ -177,56 +273,24 @@ __device__ __forceinline__ void consume_nibbles(const NibbleLinearArgs& args,
   const NibbleWork work(args);
   const int32_t warp = ptx::uniform(static_cast<int32_t>(threadIdx.x) / 32);
   const int32_t phase = warp / (4 * args.blocks);
-  const int32_t stripe = warp - phase * 4 * args.blocks;  // of 16 rows of W
-  const bool is_signaller = threadIdx.x % 32 == 0;
-  const int32_t weight_bytes = args.tile_rows * (kNibbleStageDepth / 2);
-  const int32_t stage_scales = Traits::kScaleRows * args.tile_rows * Traits::kScaleBytes;
-  const uint32_t scales = smem.extra + args.share_bytes;
-  NibbleLane<Traits> lane(args, stripe);
+  // Of 16 rows of W. In each phase other schedulers of the multiprocessor have the rows of a tile.
+  const int32_t stripe = (warp - phase * 4 * args.blocks) / 4 * 4 + (warp + phase) % 4;
+  NibbleFeed<Traits> feed(args, smem, work, phase, stripe);
   NibbleEpilogue<Traits> epilogue(args, smem.partials, smem.partials_full, smem.partials_empty,
                                   work.split);
-  RingCursor first;  // of a tile
-  uint32_t fragments[Traits::kIsOverlapped ? Traits::kLines : 1][4][4] = {};
+  uint32_t fragments[2][Traits::kPieceSteps][4] = {};
   for (int32_t tile = work.tile; tile < work.tiles; tile += work.stride) {
-    RingCursor cursor = first;
-    skip_stages(cursor, phase, args.stages);
     float sums[Traits::kGroups][4] = {};
-    for (int32_t step = phase; step < work.count; step += args.phases) {
-      if (tile == work.tile && step < work.early) {
-        ptx::mbarrier_wait(smem.landed + 8 * cursor.stage, 0);
-      }
-      ptx::mbarrier_wait(smem.full + 8 * cursor.stage, cursor.parity);
-      const uint32_t weights = smem.stages + cursor.stage * args.stage_bytes;
-      lane.begin_stage(scales + cursor.stage * stage_scales);
-      ptx::wgmma_hold(sums);
-#pragma unroll
-      for (int32_t line = 0; line < Traits::kLines; ++line) {
-        const int32_t buffer = Traits::kIsOverlapped ? line : 0;
-        if (!Traits::kIsOverlapped && line > 0) {
-          ptx::wgmma_wait<0>();
-          ptx::wgmma_hold(sums);
-        }
-        lane.fragments_of(weights, line, fragments[buffer]);
-        const uint64_t rows = ptx::swizzle128_descriptor(
-            weights + weight_bytes + line * Traits::kRows * Traits::kLineBytes, 0, 1024);
-        ptx::wgmma_fence();
-#pragma unroll
-        for (int32_t k = 0; k < 4; ++k) {
-          // A step of 16 elements is 32 bytes; descriptors count 16.
-          ptx::wgmma_rs<typename Traits::T>(sums, fragments[buffer][k],
-                                            ptx::move_descriptor(rows, 2 * k), true);
-        }
-        ptx::wgmma_commit();
-      }
-      ptx::wgmma_wait<0>();
-      ptx::wgmma_hold(sums);
-      __syncwarp();  // every lane has read its nibbles and scales
-      if (is_signaller) {
-        ptx::mbarrier_arrive(smem.empty + 8 * cursor.stage);
-      }
-      skip_stages(cursor, args.phases, args.stages);
+    const int32_t steps = (work.count - phase + args.phases - 1) / args.phases;
+    int32_t step = steps;
+#pragma unroll 1
+    for (; step >= Traits::kTurn; step -= Traits::kTurn) {
+      add_stages<Traits::kTurn>(feed, fragments, sums);
     }
-    skip_stages(first, work.count, args.stages);
+    if (step > 0) {
+      add_stages<1>(feed, fragments, sums);
+    }
+    feed.end_tile(steps);
     add_phases<Traits>(args, smem.extra, phase, stripe, sums);
     if (phase == 0 && stripe < args.warps) {
       epilogue.finish(sums, tile, tile + work.stride >= work.tiles);

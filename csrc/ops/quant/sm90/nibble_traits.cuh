@@ -25,8 +25,11 @@ struct NibbleTraits final {
   static constexpr int kLineBytes = 128;     // of a row of x: the swizzle
   static constexpr int kLines = 2 * kNibbleStageDepth / kLineBytes;
   static constexpr int kMaxThreads = kNibbleWarpgroups * 128 + 32;
-  /// Fragments of the next line are made while the products of one run, where registers suffice.
-  static constexpr bool kIsOverlapped = kRows < kNibbleMaxRows;
+  // A piece of a stage, whose left operand is made at a time: a line, or half of one where
+  // registers are few. Stages that follow each other without a break.
+  static constexpr int kPieceSteps = kRows < kNibbleMaxRows ? 4 : 2;  // of 16 columns
+  static constexpr int kPieces = kNibbleStageDepth / (16 * kPieceSteps);
+  static constexpr int kTurn = kRows < kNibbleMaxRows ? 2 : 1;
 
   static_assert(kRows <= kNibbleMaxRows, "the registers do not hold more sums");
 };
