@@ -42,6 +42,9 @@ PIECES: tuple[tuple[str, str, int], ...] = (
 )
 #: Name of a piece, a file of tests/python/ops, pytest's -k.
 PYTHON_PIECES: tuple[tuple[str, str, str], ...] = (
+    ("short-tiles", "test_attention.py", "short_tiles and cuda"),
+    ("routing", "test_routing.py", "random_options and cuda and 2"),
+    ("graphs", "test_cuda_graph.py", "rope or norm"),
     ("codes-rows", "test_code_rows.py", "cuda and 136"),
     ("codes-of-attention", "test_attention_codes.py", "split_keys and 128-dtype0-e4m3 and cuda"),
     ("codes-over-codes", "test_attention_codes.py", "caches and cuda and 256-128-e4m3"),
@@ -55,6 +58,7 @@ PYTHON_PIECES: tuple[tuple[str, str, str], ...] = (
     ),
     ("codes-store", "test_scaled_cache_cuda.py", "every_rounding or hold_the_stored and 9"),
     ("nibbles", "test_nibble_tiles.py", "two_streams or rounded_once"),
+    ("nibbles-products", "test_nibble_tiles.py", "test_product and (shape5 or shape6) and 64"),
     ("nibbles-experts", "test_nibble_experts.py", "experts_elsewhere"),
     ("nibbles-zeros", "test_nibble_tiles.py", "zero_points_are_rounded"),
     ("nibbles-wide", "test_dequantize_nibbles.py", "cuda and (tiles or rows)"),
