@@ -19,21 +19,20 @@ endif()
 
 # --- CPU -----------------------------------------------------------------------------------------
 
-set(DIFFULEX_BUILD_CPU_ISA_VARIANTS "")
 # The variants are the same loops for other instruction sets: one is enough to find races.
+set(architecture OTHER_ARCH)
 if(CMAKE_SYSTEM_PROCESSOR MATCHES "^(x86_64|AMD64|amd64)$" AND NOT DIFFULEX_SANITIZE MATCHES "thread")
-  target_sources(diffulex_kernels PRIVATE ${DIFFULEX_KERNELS_CPU_X86_64_SOURCES})
-  foreach(variant IN LISTS DIFFULEX_KERNELS_CPU_ISA_VARIANTS)
-    if(DIFFULEX_KERNELS_CPU_ISA_${variant}_SOURCES)
-      list(APPEND DIFFULEX_BUILD_CPU_ISA_VARIANTS ${variant})
-      target_sources(diffulex_kernels PRIVATE ${DIFFULEX_KERNELS_CPU_ISA_${variant}_SOURCES})
-      set_source_files_properties(${DIFFULEX_KERNELS_CPU_ISA_${variant}_SOURCES} PROPERTIES
-        COMPILE_OPTIONS "${DIFFULEX_KERNELS_CPU_ISA_${variant}_FLAGS}")
-    endif()
-  endforeach()
-else()
-  target_sources(diffulex_kernels PRIVATE ${DIFFULEX_KERNELS_CPU_OTHER_ARCH_SOURCES})
+  set(architecture X86_64)
+elseif(CMAKE_SYSTEM_PROCESSOR MATCHES "^(aarch64|arm64)$" AND NOT DIFFULEX_SANITIZE MATCHES "thread")
+  set(architecture AARCH64)
 endif()
+target_sources(diffulex_kernels PRIVATE ${DIFFULEX_KERNELS_CPU_${architecture}_SOURCES})
+set(DIFFULEX_BUILD_CPU_ISA_VARIANTS ${DIFFULEX_KERNELS_CPU_${architecture}_VARIANTS})
+foreach(variant IN LISTS DIFFULEX_BUILD_CPU_ISA_VARIANTS)
+  target_sources(diffulex_kernels PRIVATE ${DIFFULEX_KERNELS_CPU_ISA_${variant}_SOURCES})
+  set_source_files_properties(${DIFFULEX_KERNELS_CPU_ISA_${variant}_SOURCES} PROPERTIES
+    COMPILE_OPTIONS "${DIFFULEX_KERNELS_CPU_ISA_${variant}_FLAGS}")
+endforeach()
 
 # The scale of 4-bit weights is chosen by a sum of squares: the same one on every architecture.
 set_source_files_properties(csrc/ops/quant/quantize_cpu.cpp PROPERTIES

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
 #
-# Cross-compiles core, CPU ops and the edge session for 64-bit ARM and runs the session's tests under an
-# emulator:
+# Cross-compiles core, CPU ops and the edge session for 64-bit ARM and runs the tests of the ops and of the
+# session under an emulator:
 #
 #   scripts/aarch64_edge.sh [BUNDLE]
 #
@@ -46,8 +46,9 @@ cmake -S . -B "$build" -G Ninja -DCMAKE_BUILD_TYPE=Release \
   -DCMAKE_CROSSCOMPILING_EMULATOR="qemu-aarch64;-cpu;cortex-a76;-L;$sysroot" \
   -DDIFFULEX_BUILD_OPS=OFF -DDIFFULEX_BUILD_PYTHON=OFF -DDIFFULEX_WITH_CUDA=OFF \
   -DDIFFULEX_BUILD_TESTS=ON "${edge_args[@]}"
-cmake --build "$build" -j "${MAX_JOBS:-2}" --target diffulex_tests_edge
+cmake --build "$build" -j "${MAX_JOBS:-2}" --target diffulex_tests_edge diffulex_tests_kernels
 "${emulate[@]}" "$build/tests/diffulex_tests_edge"
+"${emulate[@]}" "$build/tests/diffulex_tests_kernels" --gtest_brief=1
 
 if [ $# -gt 0 ]; then
   cmake --build "$build" -j "${MAX_JOBS:-2}" --target diffulex-edge-run

@@ -65,23 +65,25 @@ set(DIFFULEX_KERNELS_CPU_SOURCES
 )
 
 # Files that exist once per target architecture (for example the table of ISA variants): exactly one
-# of the two lists is compiled.
+# of the lists is compiled.
 set(DIFFULEX_KERNELS_CPU_X86_64_SOURCES
   csrc/ops/quant/isa/select_x86_64.cpp
-  csrc/ops/shared/cpu_isa/select_x86_64.cpp
-)
+  csrc/ops/shared/cpu_isa/select_x86_64.cpp)
+set(DIFFULEX_KERNELS_CPU_AARCH64_SOURCES
+  csrc/ops/quant/isa/select_aarch64.cpp
+  csrc/ops/shared/cpu_isa/select_generic.cpp)
 set(DIFFULEX_KERNELS_CPU_OTHER_ARCH_SOURCES
   csrc/ops/quant/isa/select_generic.cpp
-  csrc/ops/shared/cpu_isa/select_generic.cpp
-)
+  csrc/ops/shared/cpu_isa/select_generic.cpp)
 
-# ISA variants, compiled only for x86-64: for each NAME in DIFFULEX_KERNELS_CPU_ISA_VARIANTS the files
+# ISA variants of an architecture: for each NAME in DIFFULEX_KERNELS_CPU_<ARCHITECTURE>_VARIANTS the files
 # of DIFFULEX_KERNELS_CPU_ISA_<NAME>_SOURCES get the flags DIFFULEX_KERNELS_CPU_ISA_<NAME>_FLAGS.
 # A variant file is entered only after a run-time capability check. It must keep everything in an
 # anonymous namespace and use no inline function of a shared header (std:: containers included) that a
 # baseline file uses too: the linker keeps one copy of each, and it could be the wide one.
-# The names appear in build_info(); a variant without sources is left out.
-set(DIFFULEX_KERNELS_CPU_ISA_VARIANTS v3 v3n v4 v4n)
+# The names appear in build_info().
+set(DIFFULEX_KERNELS_CPU_X86_64_VARIANTS v3 v3n v4 v4n)
+set(DIFFULEX_KERNELS_CPU_AARCH64_VARIANTS dot)
 set(DIFFULEX_KERNELS_CPU_ISA_v3_FLAGS -march=x86-64-v3)
 set(DIFFULEX_KERNELS_CPU_ISA_v3_SOURCES
   csrc/ops/quant/isa/int8_v3.cpp
@@ -89,15 +91,13 @@ set(DIFFULEX_KERNELS_CPU_ISA_v3_SOURCES
 )
 # With instructions for products of bytes.
 set(DIFFULEX_KERNELS_CPU_ISA_v3n_FLAGS -march=x86-64-v3 -mavxvnni)
-set(DIFFULEX_KERNELS_CPU_ISA_v3n_SOURCES
-  csrc/ops/quant/isa/int8_v3n.cpp
-)
+set(DIFFULEX_KERNELS_CPU_ISA_v3n_SOURCES csrc/ops/quant/isa/int8_v3n.cpp)
 set(DIFFULEX_KERNELS_CPU_ISA_v4_FLAGS -march=x86-64-v4)
 set(DIFFULEX_KERNELS_CPU_ISA_v4_SOURCES
   csrc/ops/quant/isa/int8_v4.cpp
   csrc/ops/shared/cpu_isa/kernels_v4.cpp
 )
 set(DIFFULEX_KERNELS_CPU_ISA_v4n_FLAGS -march=x86-64-v4 -mavx512vnni)
-set(DIFFULEX_KERNELS_CPU_ISA_v4n_SOURCES
-  csrc/ops/quant/isa/int8_v4n.cpp
-)
+set(DIFFULEX_KERNELS_CPU_ISA_v4n_SOURCES csrc/ops/quant/isa/int8_v4n.cpp)
+set(DIFFULEX_KERNELS_CPU_ISA_dot_FLAGS -march=armv8.2-a+dotprod)
+set(DIFFULEX_KERNELS_CPU_ISA_dot_SOURCES csrc/ops/quant/isa/int8_dot.cpp)

@@ -108,9 +108,10 @@ def _cpu_choices(platform: Platform, shapes: OpShapes) -> list[KernelChoice]:
     choices = [KernelChoice("ops", f"CPU {_ISA_NAMES[isa]}", reason, is_fast)]
     schemes = dict.fromkeys(coded.scheme for coded in shapes.coded)
     for scheme in (schemes | {shapes.expert_scheme: None}) if shapes.expert_scheme else schemes:
-        kernel, how = f"{_coded_kernel(scheme)}, {_ISA_NAMES[isa]}", "codes widened to float32"
+        by, how = _ISA_NAMES[isa], "codes widened to float32"
         if scheme == "int8":
-            kernel, how = kernel + " VNNI" * (isa in platform.vnni), "sums of integers"
+            by, how = platform.bytes_by.get(isa, by), "sums of integers"
+        kernel = f"{_coded_kernel(scheme)}, {by}"
         choices.append(KernelChoice(f"{scheme} products", kernel, f"{how}; {reason}", is_fast))
     if not shapes.has_dense:
         return choices

@@ -4,27 +4,36 @@
 from __future__ import annotations
 
 import platform
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from diffulex.env import get_flag
 
-__all__ = ["Platform", "cpu_isa", "cpu_vnni", "runs_on"]
+__all__ = ["Platform", "byte_products", "cpu_isa", "runs_on"]
 
 _CPUINFO = Path("/proc/cpuinfo")
 
 # As csrc/ops/shared/cpu_isa/select_x86_64.cpp asks the processor, by the names of Linux.
 _V3 = frozenset({"avx2", "fma", "f16c", "bmi1", "bmi2", "abm", "movbe"})
 _V4 = _V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
-# As csrc/ops/quant/isa/select_x86_64.cpp does: products of bytes, by the kernels that have them.
-_VNNI = {"v3": "avx_vnni", "v4": "avx512_vnni"}
+# As csrc/ops/quant/isa/select_*.cpp do: products of bytes, by the kernels that have them.
+_BYTE_PRODUCTS = {
+    "avx_vnni": ("v3", "AVX2 VNNI"),
+    "avx512_vnni": ("v4", "AVX-512 VNNI"),
+    "asimddp": ("base", "SDOT"),
+}
+# What the line of flags begins with.
+_FLAGS = {"x86_64": "flags", "AMD64": "flags", "aarch64": "Features"}
 
 
 def _cpu_flags(cpuinfo: Path) -> set[str]:
-    if platform.machine() not in ("x86_64", "AMD64") or not cpuinfo.is_file():
+    if (platform.system(), platform.machine()) == ("Darwin", "arm64"):
+        return {"asimddp"}  # since the first of these processors
+    word = _FLAGS.get(platform.machine())
+    if word is None or not cpuinfo.is_file():
         return set()
     text = cpuinfo.read_text(encoding="utf-8")
-    lines = (line for line in text.splitlines() if line.startswith("flags"))
+    lines = (line for line in text.splitlines() if line.startswith(word))
     return set(next(lines, "").split())
 
 
@@ -36,10 +45,10 @@ def cpu_isa(cpuinfo: Path = _CPUINFO) -> str:
     return "v3" if flags >= _V3 else "base"
 
 
-def cpu_vnni(cpuinfo: Path = _CPUINFO) -> tuple[str, ...]:
-    """Kernels of `cpu_isa` beside which this processor has products of bytes."""
+def byte_products(cpuinfo: Path = _CPUINFO) -> dict[str, str]:
+    """Kernels of `cpu_isa` beside which this processor has products of bytes, and their names."""
     flags = _cpu_flags(cpuinfo)
-    return tuple(isa for isa, flag in _VNNI.items() if flag in flags)
+    return dict(names for flag, names in _BYTE_PRODUCTS.items() if flag in flags)
 
 
 def runs_on(archs: tuple[str, ...], capability: tuple[int, int]) -> bool:
@@ -76,7 +85,7 @@ class Platform:
         isa_variants: wider ones than `base` that the library has.
         has_hopper: the Hopper kernels are in use.
         is_limited: DIFFULEX_FORCE_SM80 turns them off.
-        vnni: see `cpu_vnni`.
+        bytes_by: see `byte_products`.
     """
 
     capability: tuple[int, int] | None
@@ -86,7 +95,7 @@ class Platform:
     isa_variants: tuple[str, ...]
     has_hopper: bool = False
     is_limited: bool = False
-    vnni: tuple[str, ...] = ()
+    bytes_by: dict[str, str] = field(default_factory=dict)
 
     @classmethod
     def of(cls, device_type: str, index: int | None, *, has_hopper: bool) -> Platform:
@@ -107,5 +116,5 @@ class Platform:
             tuple(build["cpu_isa_variants"]),
             has_hopper,
             get_flag("DIFFULEX_FORCE_SM80"),
-            cpu_vnni(),
+            byte_products(),
         )

@@ -244,7 +244,8 @@ TEST_P(Int8Tiles, HaveTheBitsOfExactIntegers) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(Kernels, Int8Tiles, testing::Values("base", "v3", "v3n", "v4", "v4n"),
+INSTANTIATE_TEST_SUITE_P(Kernels, Int8Tiles,
+                         testing::Values("base", "dot", "v3", "v3n", "v4", "v4n"),
                          [](const auto& variant) { return std::string(variant.param); });
 
 }  // namespace

@@ -47,6 +47,7 @@ struct Int8Kernels {
 
 /// The variants; only those compiled for this architecture are defined.
 [[nodiscard]] const Int8Kernels& int8_kernels_base();
+[[nodiscard]] const Int8Kernels& int8_kernels_dot();
 [[nodiscard]] const Int8Kernels& int8_kernels_v3();
 [[nodiscard]] const Int8Kernels& int8_kernels_v3n();
 [[nodiscard]] const Int8Kernels& int8_kernels_v4();

@@ -9,11 +9,13 @@
 //   kInt8Parts    accumulators that hold kWidth columns
 //   kInt8TileRows
 //   Int8Sum, Int8Columns, Int8Factor, load_int8, broadcast_int8, add_products, column_sums
-//   start_sum     an accumulator that gives each column the given number
+//   start_sum     an accumulator that gives each column the given -128 sum x, or 0 where products
+//   are
+//                 those of w itself
 //   settle        leaves a sum as it is, in a register
 //
-// All of them add the exact integers sum x (w + 128) to -128 sum x, and then do the same float32
-// operations.
+// All of them add the exact integers sum x (w + 128) to -128 sum x, or sum x w to 0, and then do
+// the same float32 operations.
 
 #include "ops/quant/isa/int8_kernels.h"
 
