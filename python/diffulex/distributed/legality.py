@@ -55,7 +55,7 @@ def check_groups(
     num_ranks, moe = max(sizes.tensor, sizes.expert), spec.moe
     if moe is not None and expert_mode(spec, sizes, moe_parallel_mode, plan) == "width":
         width = moe.intermediate_size
-        if _splits(width, num_ranks, plan):
+        if _expert_plan(spec, plan) is not None and _splits(width, num_ranks, plan):
             raise ConfigError(
                 f"moe_parallel_mode: expected expert for groups of {plan.shared_columns(width)} of an"
                 f" expert width of {width} on {num_ranks} ranks, got width"
@@ -180,7 +180,8 @@ def expert_mode(
     assert spec.moe is not None
     num_ranks, width = max(sizes.tensor, sizes.expert), spec.moe.intermediate_size
     if mode == "auto":
-        is_width = sizes.expert == 1 and width % (_unit(plan) * num_ranks) == 0
+        unit = _unit(_expert_plan(spec, plan))
+        is_width = sizes.expert == 1 and width % (unit * num_ranks) == 0
         mode = "width" if is_width else "expert"
     elif mode == "width" and sizes.expert > 1:
         raise ConfigError(
@@ -204,6 +205,16 @@ def expert_mode(
     return mode
 
 
+def _expert_plan(spec: ModelSpec, plan: QuantizationPlan | None) -> QuantizationPlan | None:
+    """That of the routed experts; None: they have the dtype of the model."""
+    assert spec.moe is not None
+    if plan is None:
+        return None
+    last = f"{spec.names.experts}.0.down_proj"
+    are_kept = all(plan.names(spec.names.layer.format(n) + last) for n in spec.moe.layers)
+    return None if are_kept else plan
+
+
 def _unit(plan: QuantizationPlan | None) -> int:
     return FAST_UNIT if plan is None else plan.unit
 
@@ -224,7 +235,8 @@ def shard_of(
     if spec.moe is None:
         return shard
     mode = expert_mode(spec, sizes, moe_parallel_mode, plan)
-    return shard._replace(experts=ExpertShard(rank % num_ranks, num_ranks, mode, shard.unit))
+    unit = _unit(_expert_plan(spec, plan))
+    return shard._replace(experts=ExpertShard(rank % num_ranks, num_ranks, mode, unit))
 
 
 def expert_shard(spec: ModelSpec, shard: Shard) -> ExpertShard:

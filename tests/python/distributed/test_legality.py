@@ -203,6 +203,21 @@ def test_groups_of_what_keeps_its_dtype() -> None:
             check_groups(model, Sizes(4), "auto", QuantizationPlan("int4", ignore=(ignored,)))
 
 
+def test_experts_that_keep_their_dtype_are_cut_as_without_low_precision() -> None:
+    model = spec(32, 8, moe=moe(8, 192))
+    whole, kept = QuantizationPlan("int4"), QuantizationPlan("int4", ignore=("*.experts.*",))
+    with pytest.raises(ConfigError, match=r"^moe_parallel_mode: expected expert for groups of 64"):
+        check_groups(model, Sizes(4), "width", whole)
+    check_groups(model, Sizes(4), "width", kept)
+    assert [expert_mode(model, Sizes(3), "auto", plan) for plan in (None, kept)] == ["width"] * 2
+    assert expert_mode(model, Sizes(3), "auto", whole) == "expert"
+    shards = [shard_of(model, Sizes(4), "width", 1, plan).experts for plan in (None, kept)]
+    assert shards == [ExpertShard(1, 4, "width")] * 2
+    one_layer = QuantizationPlan("int4", ignore=("model.layers.0.mlp.experts.*",))
+    with pytest.raises(ConfigError, match="^moe_parallel_mode: expected expert for groups of 64"):
+        check_groups(model, Sizes(4), "width", one_layer)
+
+
 def test_ranks_may_cut_groups_of_what_a_family_keeps() -> None:
     """By the default of `quantization_ignore`, which is resolved before."""
     sizes = {"head_dim": 64, "rotary_dim": 64, "intermediate_size": 512, "names": GEMMA_NAMES}
