@@ -69,12 +69,11 @@ set(DIFFULEX_KERNELS_CPU_SOURCES
 set(DIFFULEX_KERNELS_CPU_X86_64_SOURCES
   csrc/ops/quant/isa/select_x86_64.cpp
   csrc/ops/shared/cpu_isa/select_x86_64.cpp)
+set(DIFFULEX_KERNELS_CPU_ONE_TABLE csrc/ops/shared/cpu_isa/select_generic.cpp)
 set(DIFFULEX_KERNELS_CPU_AARCH64_SOURCES
-  csrc/ops/quant/isa/select_aarch64.cpp
-  csrc/ops/shared/cpu_isa/select_generic.cpp)
+  csrc/ops/quant/isa/select_aarch64.cpp ${DIFFULEX_KERNELS_CPU_ONE_TABLE})
 set(DIFFULEX_KERNELS_CPU_OTHER_ARCH_SOURCES
-  csrc/ops/quant/isa/select_generic.cpp
-  csrc/ops/shared/cpu_isa/select_generic.cpp)
+  csrc/ops/quant/isa/select_generic.cpp ${DIFFULEX_KERNELS_CPU_ONE_TABLE})
 
 # ISA variants of an architecture: for each NAME in DIFFULEX_KERNELS_CPU_<ARCHITECTURE>_VARIANTS the files
 # of DIFFULEX_KERNELS_CPU_ISA_<NAME>_SOURCES get the flags DIFFULEX_KERNELS_CPU_ISA_<NAME>_FLAGS.

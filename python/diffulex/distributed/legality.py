@@ -206,12 +206,18 @@ def expert_mode(
 
 
 def _expert_plan(spec: ModelSpec, plan: QuantizationPlan | None) -> QuantizationPlan | None:
-    """That of the routed experts; None: they have the dtype of the model."""
+    """That of the routed experts; None: they have the dtype of the model, under whatever names a
+    checkpoint has them."""
     assert spec.moe is not None
     if plan is None:
         return None
-    last = f"{spec.names.experts}.0.down_proj"
-    are_kept = all(plan.names(spec.names.layer.format(n) + last) for n in spec.moe.layers)
+    gate_up, down = ("gate_proj", "up_proj"), "down_proj"
+    names = [f"0.{name}" for name in (*gate_up, down)] + ["gate_up_proj", *gate_up, down]
+    are_kept = all(
+        plan.names(f"{spec.names.layer.format(layer)}{spec.names.experts}.{name}")
+        for layer in spec.moe.layers
+        for name in names
+    )
     return None if are_kept else plan
 
 

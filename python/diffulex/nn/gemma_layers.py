@@ -116,7 +116,7 @@ class GemmaExperts(RoutedExperts, nn.Module):
         super().__init__()
         if spec.moe is None:
             raise ValueError("GemmaExperts: spec.moe: expected a description, got None")
-        moe, hidden = spec.moe, spec.hidden_size
+        moe, hidden, self._name = spec.moe, spec.hidden_size, spec.names.experts
         experts = expert_shard(spec, shard)
         self._part = ExpertPart(hidden, moe, experts)
         self._is_summed_here = experts.size > shard.size
@@ -183,7 +183,7 @@ class GemmaExperts(RoutedExperts, nn.Module):
     def weight_table(self, prefix: str, stored: Collection[str] = ()) -> dict[str, torch.Tensor]:
         """Checkpoints in low precision have a tensor for each projection of an expert."""
         self._is_folded = False  # whoever fills the table changes the scale
-        experts = prefix + "experts"
+        experts = prefix + self._name
         table: dict[str, torch.Tensor] = {
             f"{experts}.gate_up_proj": self.w13,
             f"{experts}.down_proj": self.w2,
@@ -198,7 +198,7 @@ class GemmaExperts(RoutedExperts, nn.Module):
         }
 
     def weight_slices(self, prefix: str) -> dict[str, WeightSlice]:
-        return self._part.slices(prefix + "experts")
+        return self._part.slices(prefix + self._name)
 
 
 class GemmaScratch:

@@ -110,7 +110,7 @@ def _cpu_choices(platform: Platform, shapes: OpShapes) -> list[KernelChoice]:
     for scheme in (schemes | {shapes.expert_scheme: None}) if shapes.expert_scheme else schemes:
         by, how = _ISA_NAMES[isa], "codes widened to float32"
         if scheme == "int8":
-            by, how = platform.bytes_by.get(isa, by), "sums of integers"
+            by, how = _byte_kernel(platform, isa), "sums of integers"
         kernel = f"{_coded_kernel(scheme)}, {by}"
         choices.append(KernelChoice(f"{scheme} products", kernel, f"{how}; {reason}", is_fast))
     if not shapes.has_dense:
@@ -123,6 +123,12 @@ def _cpu_choices(platform: Platform, shapes: OpShapes) -> list[KernelChoice]:
         reason = f"packed products are for float32, weights are {shapes.dtype}"
         choices.append(KernelChoice("dense products", "torch", reason, is_fast=False))
     return choices
+
+
+def _byte_kernel(platform: Platform, isa: str) -> str:
+    """Of processors of x86-64 every build has the kernels of products of bytes beside the wide ones."""
+    is_built = isa != "base" or "dot" in platform.isa_variants
+    return platform.bytes_by.get(isa, _ISA_NAMES[isa]) if is_built else _ISA_NAMES[isa]
 
 
 def _hopper_reason(platform: Platform) -> str:

@@ -214,8 +214,14 @@ def test_experts_that_keep_their_dtype_are_cut_as_without_low_precision() -> Non
     shards = [shard_of(model, Sizes(4), "width", 1, plan).experts for plan in (None, kept)]
     assert shards == [ExpertShard(1, 4, "width")] * 2
     one_layer = QuantizationPlan("int4", ignore=("model.layers.0.mlp.experts.*",))
-    with pytest.raises(ConfigError, match="^moe_parallel_mode: expected expert for groups of 64"):
-        check_groups(model, Sizes(4), "width", one_layer)
+    other = QuantizationPlan("int4", ignore=("*.mlp.*",))
+    gemma = dataclasses.replace(model, names=GEMMA_NAMES)
+    for case, plan in ((model, one_layer), (gemma, other)):
+        with pytest.raises(
+            ConfigError, match=r"^moe_parallel_mode: expected expert for groups of 64"
+        ):
+            check_groups(case, Sizes(4), "width", plan)
+    check_groups(gemma, Sizes(4), "width", kept)
 
 
 def test_ranks_may_cut_groups_of_what_a_family_keeps() -> None:

@@ -225,6 +225,7 @@ def test_processors(isa: str, variants: tuple[str, ...], kernel: str, is_fast: b
         ("v3", ("v3", "v4"), "fp8", "linear_scaled, AVX2", "codes widened to float32"),
         ("base", (), "int4", "linear_w4a16, portable", "codes widened to float32"),
         ("base", ("dot",), "int8", "linear_scaled, SDOT", "sums of integers"),
+        ("base", (), "int8", "linear_scaled, portable", "sums of integers"),
         ("base", ("dot",), "fp8", "linear_scaled, portable", "codes widened to float32"),
     ],
 )

@@ -9,9 +9,8 @@
 //   kInt8Parts    accumulators that hold kWidth columns
 //   kInt8TileRows
 //   Int8Sum, Int8Columns, Int8Factor, load_int8, broadcast_int8, add_products, column_sums
-//   start_sum     an accumulator that gives each column the given -128 sum x, or 0 where products
-//   are
-//                 those of w itself
+//   start_sum     an accumulator that gives each column the given -128 sum x, or 0 where w + 128
+//                 is not what is multiplied
 //   settle        leaves a sum as it is, in a register
 //
 // All of them add the exact integers sum x (w + 128) to -128 sum x, or sum x w to 0, and then do

@@ -29,6 +29,7 @@ GEMMA_NAMES = TensorNames(
     embedding="model.decoder.embed_tokens.weight",
     final_norm="model.decoder.norm.weight",
     layer="model.decoder.layers.{}.",
+    experts="experts",
     ignored=("model.encoder.vision_tower.*", "model.encoder.embed_vision.*"),
 )
 
