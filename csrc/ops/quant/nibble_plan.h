@@ -17,10 +17,10 @@ inline constexpr int32_t kNibbleWarpgroups = 4;
 /// How the Hopper product of a weight of 4 bits is dealt out: as LinearPlan, whose lines do not
 /// count here. Warpgroups of 64 rows of W stand side by side in `blocks`; where that leaves some
 /// over, `phases` of them take the stages of a tile in turn and their sums are added in ascending
-/// order. The number of stages is a multiple of the number of phases, so the warpgroups of one
-/// phase wait for every round of a stage within a tile (csrc/ops/linear/sm90/ring.cuh says why they
-/// must). Behind the partial sums of the other share, `share_bytes` hold those of a phase, then
-/// `scale_bytes` the scales of all stages.
+/// order. The number of stages is a multiple of the number of phases, at least twice as many, so
+/// the warpgroups of one phase, which hold two stages, wait for every round of a stage within a
+/// tile (csrc/ops/linear/sm90/ring.cuh says why they must). Behind the partial sums of the other
+/// share, `share_bytes` hold those of a phase, then `scale_bytes` the scales of all stages.
 struct NibblePlan final {
   LinearPlan linear;
   int32_t tile_rows = 0;  // of x: 16, 32 or 64

@@ -6,9 +6,8 @@
 // share the depth. What differs:
 //
 //   weights  lie in global memory in the order of the fragments of the products: a lane reads the
-//            nibbles of its rows, 64 columns at a time, with one load each, and makes the left
-//            operand in registers while the products of the 64 columns in front run, of another
-//            warpgroup if not of its own
+//            nibbles of its rows, a piece at a time (NibbleTraits), with one load each, and makes
+//            the left operand in registers while the products of the piece before run
 //   scales   come with the nibbles of a stage
 //   phases   beside a low tile the warpgroups that have no rows of their own take every second or
 //            fourth stage: making fragments takes more than one warp on each scheduler. A stage
@@ -211,7 +210,7 @@ class NibbleFeed final {
 /// Adds the products of the next kCount stages. The left operand of a piece is made while the
 /// products of the piece before run. None is on its way before or after: where an accumulator is in
 /// use across the end of a loop, the compiler waits for every product. A phase holds kCount stages
-/// at a time, of which a ring has at least two for each.
+/// at a time; a ring has at least two for each phase (NibblePlan).
 template <int kCount, typename Traits>
 __device__ __forceinline__ void add_stages(NibbleFeed<Traits>& feed,
                                            uint32_t (&fragments)[2][Traits::kPieceSteps][4],
@@ -273,7 +272,7 @@ __device__ __forceinline__ void consume_nibbles(const NibbleLinearArgs& args,
   const NibbleWork work(args);
   const int32_t warp = ptx::uniform(static_cast<int32_t>(threadIdx.x) / 32);
   const int32_t phase = warp / (4 * args.blocks);
-  // Of 16 rows of W. In each phase other schedulers of the multiprocessor have the rows of a tile.
+  // Of 16 rows of W. In each phase the warps that have none are those of other schedulers.
   const int32_t stripe = (warp - phase * 4 * args.blocks) / 4 * 4 + (warp + phase) % 4;
   NibbleFeed<Traits> feed(args, smem, work, phase, stripe);
   NibbleEpilogue<Traits> epilogue(args, smem.partials, smem.partials_full, smem.partials_empty,
