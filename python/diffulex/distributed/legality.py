@@ -211,8 +211,8 @@ def _expert_plan(spec: ModelSpec, plan: QuantizationPlan | None) -> Quantization
     assert spec.moe is not None
     if plan is None:
         return None
-    gate_up, down = ("gate_proj", "up_proj"), "down_proj"
-    names = [f"0.{name}" for name in (*gate_up, down)] + ["gate_up_proj", *gate_up, down]
+    parts = ("gate_proj", "up_proj", "down_proj")
+    names = ("gate_up_proj", *parts, *(f"0.{part}" for part in parts))
     are_kept = all(
         plan.names(f"{spec.names.layer.format(layer)}{spec.names.experts}.{name}")
         for layer in spec.moe.layers

@@ -21,6 +21,12 @@ _HOPPER_PAGES = (8, 256)
 _MMA_MULTIPLE, _WGMMA_MULTIPLE, _E4M3_MULTIPLE = 8, 64, 16
 _ISA_NAMES = {"base": "portable", "v3": "AVX2", "v4": "AVX-512"}
 _ISA_ORDER = tuple(_ISA_NAMES)
+# Beside those, the variants with products of bytes, and their names.
+_BYTE_KERNELS = {
+    "base": ("dot", "SDOT"),
+    "v3": ("v3n", "AVX2 VNNI"),
+    "v4": ("v4n", "AVX-512 VNNI"),
+}
 
 
 class KernelChoice(NamedTuple):
@@ -126,9 +132,10 @@ def _cpu_choices(platform: Platform, shapes: OpShapes) -> list[KernelChoice]:
 
 
 def _byte_kernel(platform: Platform, isa: str) -> str:
-    """Of processors of x86-64 every build has the kernels of products of bytes beside the wide ones."""
-    is_built = isa != "base" or "dot" in platform.isa_variants
-    return platform.bytes_by.get(isa, _ISA_NAMES[isa]) if is_built else _ISA_NAMES[isa]
+    """What multiplies bytes beside the kernels of `isa`: the build and the processor must have it."""
+    variant, name = _BYTE_KERNELS[isa]
+    has_it = variant in platform.isa_variants and variant in platform.byte_variants
+    return name if has_it else _ISA_NAMES[isa]
 
 
 def _hopper_reason(platform: Platform) -> str:

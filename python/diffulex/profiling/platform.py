@@ -4,24 +4,20 @@
 from __future__ import annotations
 
 import platform
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from diffulex.env import get_flag
 
-__all__ = ["Platform", "byte_products", "cpu_isa", "runs_on"]
+__all__ = ["Platform", "byte_variants", "cpu_isa", "runs_on"]
 
 _CPUINFO = Path("/proc/cpuinfo")
 
 # As csrc/ops/shared/cpu_isa/select_x86_64.cpp asks the processor, by the names of Linux.
 _V3 = frozenset({"avx2", "fma", "f16c", "bmi1", "bmi2", "abm", "movbe"})
 _V4 = _V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
-# As csrc/ops/quant/isa/select_*.cpp do: products of bytes, by the kernels that have them.
-_BYTE_PRODUCTS = {
-    "avx_vnni": ("v3", "AVX2 VNNI"),
-    "avx512_vnni": ("v4", "AVX-512 VNNI"),
-    "asimddp": ("base", "SDOT"),
-}
+# As csrc/ops/quant/isa/select_*.cpp do: the variants with products of bytes.
+_BYTE_VARIANTS = {"v3n": "avx_vnni", "v4n": "avx512_vnni", "dot": "asimddp"}
 # What the line of flags begins with.
 _FLAGS = {"x86_64": "flags", "AMD64": "flags", "aarch64": "Features"}
 
@@ -45,10 +41,10 @@ def cpu_isa(cpuinfo: Path = _CPUINFO) -> str:
     return "v3" if flags >= _V3 else "base"
 
 
-def byte_products(cpuinfo: Path = _CPUINFO) -> dict[str, str]:
-    """Kernels of `cpu_isa` beside which this processor has products of bytes, and their names."""
+def byte_variants(cpuinfo: Path = _CPUINFO) -> tuple[str, ...]:
+    """Variants of the CPU kernels with products of bytes that this processor runs."""
     flags = _cpu_flags(cpuinfo)
-    return dict(names for flag, names in _BYTE_PRODUCTS.items() if flag in flags)
+    return tuple(variant for variant, flag in _BYTE_VARIANTS.items() if flag in flags)
 
 
 def runs_on(archs: tuple[str, ...], capability: tuple[int, int]) -> bool:
@@ -85,7 +81,7 @@ class Platform:
         isa_variants: wider ones than `base` that the library has.
         has_hopper: the Hopper kernels are in use.
         is_limited: DIFFULEX_FORCE_SM80 turns them off.
-        bytes_by: see `byte_products`.
+        byte_variants: see `byte_variants`.
     """
 
     capability: tuple[int, int] | None
@@ -95,7 +91,7 @@ class Platform:
     isa_variants: tuple[str, ...]
     has_hopper: bool = False
     is_limited: bool = False
-    bytes_by: dict[str, str] = field(default_factory=dict)
+    byte_variants: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, device_type: str, index: int | None, *, has_hopper: bool) -> Platform:
@@ -116,5 +112,5 @@ class Platform:
             tuple(build["cpu_isa_variants"]),
             has_hopper,
             get_flag("DIFFULEX_FORCE_SM80"),
-            byte_products(),
+            byte_variants(),
         )

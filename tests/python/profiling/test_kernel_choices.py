@@ -13,7 +13,7 @@ import torch
 
 import diffulex_ext
 from diffulex.profiling.kernel_choices import CodedProducts, OpShapes, kernel_choices
-from diffulex.profiling.platform import Platform, byte_products, cpu_isa, runs_on
+from diffulex.profiling.platform import Platform, byte_variants, cpu_isa, runs_on
 
 H200 = Platform((9, 0), ("80", "90a"), "full", "v4", ("v3", "v4"), has_hopper=True)
 A100 = dataclasses.replace(H200, capability=(8, 0), has_hopper=False)
@@ -220,7 +220,8 @@ def test_processors(isa: str, variants: tuple[str, ...], kernel: str, is_fast: b
 @pytest.mark.parametrize(
     ("isa", "variants", "scheme", "kernel", "how"),
     [
-        ("v4", ("v3", "v4"), "int8", "linear_scaled, AVX-512 VNNI", "sums of integers"),
+        ("v4", ("v3", "v4", "v4n"), "int8", "linear_scaled, AVX-512 VNNI", "sums of integers"),
+        ("v4", ("v3", "v4"), "int8", "linear_scaled, AVX-512", "sums of integers"),
         ("v4", ("v3",), "int8", "linear_scaled, AVX2", "sums of integers"),
         ("v3", ("v3", "v4"), "fp8", "linear_scaled, AVX2", "codes widened to float32"),
         ("base", (), "int4", "linear_w4a16, portable", "codes widened to float32"),
@@ -232,8 +233,8 @@ def test_processors(isa: str, variants: tuple[str, ...], kernel: str, is_fast: b
 def test_low_precision_on_processors(
     isa: str, variants: tuple[str, ...], scheme: str, kernel: str, how: str
 ) -> None:
-    bytes_by = {"v4": "AVX-512 VNNI", "base": "SDOT"}
-    machine = dataclasses.replace(CPU, isa=isa, isa_variants=variants, bytes_by=bytes_by)
+    found_here = {"isa": isa, "isa_variants": variants, "byte_variants": ("v4n", "dot")}
+    machine = dataclasses.replace(CPU, **found_here)
     shapes = OpShapes("float32", (64,), 32, expert_scheme=scheme)
     found = said(machine, shapes)
     assert found[f"{scheme} products"][0] == kernel
@@ -254,20 +255,20 @@ def test_instruction_sets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         path.write_text(f"processor\t: 0\nflags\t\t: {flags}\n")
         assert cpu_isa(path) == isa
     path.write_text(f"flags\t\t: {v4} avx512_vnni\n")
-    assert byte_products(path) == {"v4": "AVX-512 VNNI"}
+    assert byte_variants(path) == ("v4n",)
     path.write_text(f"flags\t\t: {v3} avx_vnni\n")
-    assert byte_products(path) == {"v3": "AVX2 VNNI"}
+    assert byte_variants(path) == ("v3n",)
     assert cpu_isa(tmp_path / "none") == "base"
-    assert byte_products(tmp_path / "none") == {}
+    assert byte_variants(tmp_path / "none") == ()
     monkeypatch.setattr(platform, "machine", lambda: "aarch64")
     assert cpu_isa(path) == "base"
-    assert byte_products(path) == {}
+    assert byte_variants(path) == ()
     path.write_text("processor\t: 0\nFeatures\t: fp asimd atomics asimddp\n")
     assert cpu_isa(path) == "base"
-    assert byte_products(path) == {"base": "SDOT"}
+    assert byte_variants(path) == ("dot",)
     monkeypatch.setattr(platform, "machine", lambda: "arm64")
     monkeypatch.setattr(platform, "system", lambda: "Darwin")
-    assert byte_products(path) == {"base": "SDOT"}
+    assert byte_variants(path) == ("dot",)
 
 
 def test_this_processor_is_the_one_that_torch_sees() -> None:
