@@ -390,11 +390,13 @@ __device__ void run_row(const FilterArgs& args, ClusterShared& shared, RowView& 
     }
     return;
   }
-  float* mark = args.rows.stats + row * args.rows.stats_stride + kStatsBadCount;
-  if (!find_cuts(args, shared, view, filters, merged.middle_tempered)) {
+  const auto leave_to_general_kernel = [&] {
     if (rank == 0 && threadIdx.x == 0) {
-      *mark = kPendingRow;
+      args.rows.stats[row * args.rows.stats_stride + kStatsBadCount] = kPendingRow;
     }
+  };
+  if (!find_cuts(args, shared, view, filters, merged.middle_tempered)) {
+    leave_to_general_kernel();
     return;
   }
   const int32_t least_bin = max(view.least_bin, view.cut_bin);
@@ -416,10 +418,7 @@ __device__ void run_row(const FilterArgs& args, ClusterShared& shared, RowView& 
   __syncthreads();
   const RowTotals totals = shared.row;
   if (totals.drawer < 0) {
-    // Nothing that may be drawn was kept.
-    if (rank == 0 && threadIdx.x == 0) {
-      *mark = kPendingRow;
-    }
+    leave_to_general_kernel();  // nothing that may be drawn was kept
     return;
   }
   if (rank == static_cast<uint32_t>(totals.drawer)) {

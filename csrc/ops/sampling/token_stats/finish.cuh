@@ -479,7 +479,12 @@ __device__ void finish_row(const TokenStatsArgs& args, const T* source,
     } else if (summary.best_chunk < 0) {
       write_empty(args, row, summary.bad_count);
     } else {
-      write_record(args, transform, row, greedy, drawn.column >= 0 ? drawn : greedy, summary);
+      // A copy: a choice of two references would be one of two places in local memory.
+      Choice chosen = greedy;
+      if (drawn.column >= 0) {
+        chosen = drawn;
+      }
+      write_record(args, transform, row, greedy, chosen, summary);
     }
   }
   if (!has_top_k) {

@@ -12,10 +12,11 @@
 
 namespace diffulex::cuda {
 
-/// Any chunk, element by element, read again from memory.
+/// Any chunk, element by element, read again from memory. It is called, so that what it takes by
+/// reference lies in memory: the transform comes in registers.
 template <typename T>
 __device__ __noinline__ ChunkRecord chunk_by_element(const TokenStatsArgs& args,
-                                                     const RowTransform& transform, const T* source,
+                                                     const RowTransform transform, const T* source,
                                                      int64_t first) {
   ChunkRecord record{};
   const int lane = threadIdx.x & 31;
