@@ -80,6 +80,39 @@ __device__ __forceinline__ void widen_pairs(uint32_t word, __nv_bfloat162 scale,
   }
 }
 
+/// A scale for nibbles that are read as bfloat16 where they lie. In the last eight bits of one that
+/// is otherwise empty, an integer n is n 2^-133, exactly: so each pair is one fused operation, with
+/// the bits of (nibble - 8) * scale rounded once.
+struct NibbleFactors final {
+  __nv_bfloat162 low;    // of nibbles in the last four bits: scale 2^133
+  __nv_bfloat162 high;   // of those in the four above: scale 2^129
+  __nv_bfloat162 shift;  // -8 scale
+
+  NibbleFactors() = default;
+  __device__ __forceinline__ explicit NibbleFactors(__nv_bfloat16 scale) {
+    const __nv_bfloat162 both = __bfloat162bfloat162(scale);
+    high = __hmul2(__hmul2(both, __float2bfloat162_rn(0x1p127F)), __float2bfloat162_rn(4.0F));
+    low = __hmul2(high, __float2bfloat162_rn(16.0F));
+    shift = __hmul2(both, __float2bfloat162_rn(-static_cast<float>(kInt4Zero)));
+  }
+
+  /// Whether the factors of a scale are: it is below 2^-5.
+  __device__ __forceinline__ static bool are_finite(__nv_bfloat16 scale) {
+    return (__bfloat16_as_ushort(scale) & 0x7FFFU) < 0x3D00U;
+  }
+
+  /// As widen_pairs.
+  __device__ __forceinline__ void widen(uint32_t word, uint32_t (&pairs)[4]) const {
+#pragma unroll
+    for (int32_t i = 0; i < 4; ++i) {
+      const uint32_t bits = word >> (i / 2 * 8) & (i % 2 == 0 ? 0x000F000FU : 0x00F000F0U);
+      const __nv_bfloat162 value = __hfma2(*reinterpret_cast<const __nv_bfloat162*>(&bits),
+                                           i % 2 == 0 ? low : high, shift);
+      pairs[i] = *reinterpret_cast<const uint32_t*>(&value);
+    }
+  }
+};
+
 /// The same with a zero point, plus 128, and a scale that bfloat16 may not hold: the product is
 /// rounded to float32, then to bfloat16.
 __device__ __forceinline__ void widen_pairs(uint32_t word, float scale, __nv_bfloat162 zero,

@@ -290,12 +290,18 @@ def test_weights_with_zero_points_are_rounded_as_they_say(hopper: torch.device, 
 
 @pytest.mark.cuda
 @GROUPS
-def test_weights_are_rounded_once(hopper: torch.device, group: int) -> None:
-    """Rows of an identity give the weights back: all nibbles with scales of all magnitudes, bit for bit."""
+@pytest.mark.parametrize(
+    ("least", "end"),
+    [(0x0800, 0x7C00), (0x0800, 0x3D00), (0x3CF8, 0x3D01), (0x3D00, 0x7C00)],
+    ids=["any", "below 1/32", "around 1/32", "from 1/32"],
+)
+def test_weights_are_rounded_once(hopper: torch.device, group: int, least: int, end: int) -> None:
+    """Rows of an identity give the weights back: all nibbles with scales of all magnitudes, bit for bit.
+    Those below 1/32 become values another way."""
     columns, depth = 208, 128
     codes = random_codes(columns, depth)
     generator = torch.Generator().manual_seed(group)
-    bits = torch.randint(0x0800, 0x7C00, (depth // group, columns), generator=generator)
+    bits = torch.randint(least, end, (depth // group, columns), generator=generator)
     sign = 1 - 2 * torch.randint(0, 2, bits.shape, generator=generator)
     scales = ((bits.int() << 16).view(torch.float32) * sign).bfloat16()
     tiles = ops.to_nibble_tiles(codes.to(hopper))

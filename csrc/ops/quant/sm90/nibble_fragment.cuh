@@ -68,10 +68,34 @@ class NibbleLane final {
     above_ = stripe * args.stripe_scales + lane / 4;
   }
 
-  /// Reads the scales of a stage.
-  __device__ __forceinline__ void begin_stage(uint32_t scales) {
+  /// Reads what a stage begins with: scales, and the nibbles of as many pieces as registers hold.
+  __device__ __forceinline__ void begin_stage(uint32_t weights, uint32_t scales) {
+    weights_ = weights;
     stage_ = scales;
-    if (!kReadsLate && is_inside_) {
+    if (!is_inside_) {
+      return;
+    }
+    if constexpr (kReadsAhead) {
+#pragma unroll
+      for (int32_t line = 0; line < 2; ++line) {
+        ahead_[line] = read_line(line);
+      }
+    }
+    if constexpr (kIsFused) {
+      bool are_small = true;
+#pragma unroll
+      for (int32_t row = 0; row < Traits::kScaleRows; ++row) {
+        const int32_t place = row * args_.tile_rows + above_;
+#pragma unroll
+        for (int32_t side = 0; side < 2; ++side) {
+          const __nv_bfloat16 scale =
+              ptx::shared_load_bf16(stage_ + (place + side * args_.below_scales) * 2);
+          factors_[row][side] = NibbleFactors(scale);
+          are_small = are_small && NibbleFactors::are_finite(scale);
+        }
+      }
+      are_small_ = __all_sync(0xFFFFFFFFU, are_small);
+    } else if constexpr (!kReadsLate) {
 #pragma unroll
       for (int32_t row = 0; row < Traits::kScaleRows; ++row) {
         read_row(row, scales_[row]);
@@ -82,28 +106,43 @@ class NibbleLane final {
   /// Fragments of a piece, 16 columns each: rows lane / 4 and eight below, or gate and up. Those of
   /// a warp behind the tile stay as they are.
   __device__ __forceinline__ void fragments_of(
-      uint32_t weights, int32_t piece, uint32_t (&fragments)[Traits::kPieceSteps][4]) const {
+      int32_t piece, uint32_t (&fragments)[Traits::kPieceSteps][4]) const {
     if (!is_inside_) {
       return;
     }
     if constexpr (Traits::kPieceSteps == 4) {
-      const uint2 above = ptx::shared_load_pair(weights + places_[piece]);
-      const uint2 below = ptx::shared_load_pair(weights + places_[2 + piece]);
-      widen_half(above.x, below.x, 2 * piece, fragments[0], fragments[1]);
-      widen_half(above.y, below.y, 2 * piece + 1, fragments[2], fragments[3]);
+      const Line line = kReadsAhead ? ahead_[piece] : read_line(piece);
+      widen_halves<2>({line.above.x, line.above.y}, {line.below.x, line.below.y}, 2 * piece,
+                      fragments);
     } else {
-      const uint32_t half = weights + piece % 2 * 4;
-      widen_half(__float_as_uint(ptx::shared_load1(half + places_[piece / 2])),
-                 __float_as_uint(ptx::shared_load1(half + places_[2 + piece / 2])), piece,
-                 fragments[0], fragments[1]);
+      const uint32_t half = weights_ + piece % 2 * 4;
+      widen_halves<1>({__float_as_uint(ptx::shared_load1(half + places_[piece / 2]))},
+                      {__float_as_uint(ptx::shared_load1(half + places_[2 + piece / 2]))}, piece,
+                      fragments);
     }
   }
 
  private:
+  /// The nibbles of this lane of 64 columns.
+  struct Line final {
+    uint2 above;
+    uint2 below;
+  };
   static constexpr int32_t kStripeBytes = 16 * kNibbleStageDepth / 2;
   /// Whether scales are read where they are needed: registers do not hold those of a stage.
   static constexpr bool kReadsLate =
       Traits::kScaleRows == 4 || (Traits::kIsExact && Traits::kRows == kNibbleMaxRows);
+  /// Whether nibbles become values by factors, where those are finite: not with a scale for 32
+  /// columns, which takes as long to turn to factors as they save.
+  static constexpr bool kIsFused = !Traits::kIsExact && !kReadsLate;
+  /// Whether the nibbles of a stage are read at once, where registers hold them.
+  static constexpr bool kReadsAhead =
+      Traits::kPieceSteps == 4 && Traits::kScaleRows == 1 && !Traits::kIsExact;
+
+  __device__ __forceinline__ Line read_line(int32_t line) const {
+    return {ptx::shared_load_pair(weights_ + places_[line]),
+            ptx::shared_load_pair(weights_ + places_[2 + line])};
+  }
 
   __device__ __forceinline__ void read_row(int32_t row, NibbleScales<Traits> (&scales)[2]) const {
     const int32_t place = row * args_.tile_rows + above_;
@@ -111,21 +150,41 @@ class NibbleLane final {
     scales[1].read(args_, stage_, place + args_.below_scales);
   }
 
-  /// 32 columns, number `quarter` of the stage.
-  __device__ __forceinline__ void widen_half(uint32_t above, uint32_t below, int32_t quarter,
-                                             uint32_t (&first)[4], uint32_t (&second)[4]) const {
+  /// 32 columns for each of kCount words of both rows, from number `quarter` of the stage on.
+  template <int kCount>
+  __device__ __forceinline__ void widen_halves(
+      const uint32_t (&above)[kCount], const uint32_t (&below)[kCount], int32_t quarter,
+      uint32_t (&fragments)[Traits::kPieceSteps][4]) const {
+    if (kIsFused && are_small_) {
+#pragma unroll
+      for (int32_t half = 0; half < kCount; ++half) {
+        const auto& factors = factors_[(quarter + half) * Traits::kScaleRows / 4];
+        widen_half(above[half], below[half], factors, fragments[2 * half], fragments[2 * half + 1]);
+      }
+      return;
+    }
+#pragma unroll
+    for (int32_t half = 0; half < kCount; ++half) {
+      const int32_t row = (quarter + half) * Traits::kScaleRows / 4;
+      if constexpr (kIsFused || kReadsLate) {
+        NibbleScales<Traits> scales[2];
+        read_row(row, scales);
+        widen_half(above[half], below[half], scales, fragments[2 * half], fragments[2 * half + 1]);
+      } else {
+        widen_half(above[half], below[half], scales_[row], fragments[2 * half],
+                   fragments[2 * half + 1]);
+      }
+    }
+  }
+
+  template <typename Scales>
+  __device__ __forceinline__ static void widen_half(uint32_t above, uint32_t below,
+                                                    const Scales (&scales)[2], uint32_t (&first)[4],
+                                                    uint32_t (&second)[4]) {
     uint32_t upper[4];
     uint32_t lower[4];
-    if constexpr (kReadsLate) {
-      NibbleScales<Traits> scales[2];
-      read_row(quarter * Traits::kScaleRows / 4, scales);
-      scales[0].widen(above, upper);
-      scales[1].widen(below, lower);
-    } else {
-      const NibbleScales<Traits>(&scales)[2] = scales_[quarter * Traits::kScaleRows / 4];
-      scales[0].widen(above, upper);
-      scales[1].widen(below, lower);
-    }
+    scales[0].widen(above, upper);
+    scales[1].widen(below, lower);
 #pragma unroll
     for (int32_t k = 0; k < 2; ++k) {
       first[2 * k] = upper[k];
@@ -139,8 +198,12 @@ class NibbleLane final {
   const bool is_inside_;
   int32_t places_[4];  // of the lines of its upper row, then of its lower
   int32_t above_;
-  uint32_t stage_ = 0;  // scales of the stage
-  NibbleScales<Traits> scales_[kReadsLate ? 1 : Traits::kScaleRows][2];
+  uint32_t weights_ = 0;  // of the stage
+  uint32_t stage_ = 0;    // its scales
+  Line ahead_[kReadsAhead ? 2 : 1];
+  NibbleScales<Traits> scales_[kReadsLate || kIsFused ? 1 : Traits::kScaleRows][2];
+  NibbleFactors factors_[kIsFused ? Traits::kScaleRows : 1][2];
+  bool are_small_ = false;
 };
 
 }  // namespace diffulex::cuda::sm90

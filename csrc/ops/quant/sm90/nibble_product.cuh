@@ -145,16 +145,18 @@ class NibbleFeed final {
 
   /// Waits for the next stage, and reads its scales.
   __device__ __forceinline__ int32_t begin() {
-    const int32_t stage = ptx::uniform(place_.stage);
+    const int32_t stage = place_.stage;
+    const int32_t known = ptx::uniform(stage);  // for descriptors, long after this
     if (early_ > 0) {
       ptx::mbarrier_wait(smem_.landed + 8 * stage, 0);
       early_ -= args_.phases;
     }
     ptx::mbarrier_wait(smem_.full + 8 * stage, place_.parity);
-    lane_.begin_stage(smem_.extra + args_.share_bytes +
-                      stage * Traits::kScaleRows * args_.tile_rows * Traits::kScaleBytes);
+    lane_.begin_stage(smem_.stages + stage * args_.stage_bytes,
+                      smem_.extra + args_.share_bytes +
+                          stage * Traits::kScaleRows * args_.tile_rows * Traits::kScaleBytes);
     move(args_.phases);
-    return stage;
+    return known;
   }
   /// Ends a tile of which this phase has taken `steps` stages.
   __device__ __forceinline__ void end_tile(int32_t steps) {
@@ -165,7 +167,7 @@ class NibbleFeed final {
                                         uint32_t (&fragments)[Traits::kPieceSteps][4],
                                         float (&sums)[Traits::kGroups][4]) {
     const uint32_t offset = static_cast<uint32_t>(stage) * args_.stage_bytes;
-    lane_.fragments_of(smem_.stages + offset, piece, fragments);
+    lane_.fragments_of(piece, fragments);
     constexpr uint32_t kUnit = 16;       // bytes that descriptors count
     constexpr uint32_t kStepBytes = 32;  // of a line of x
     const uint32_t first = piece * Traits::kPieceSteps * kStepBytes;
@@ -273,7 +275,7 @@ __device__ __forceinline__ void consume_nibbles(const NibbleLinearArgs& args,
   const int32_t warp = ptx::uniform(static_cast<int32_t>(threadIdx.x) / 32);
   const int32_t phase = warp / (4 * args.blocks);
   // Of 16 rows of W. In each phase the warps that have none are those of other schedulers.
-  const int32_t stripe = (warp - phase * 4 * args.blocks) / 4 * 4 + (warp + phase) % 4;
+  const int32_t stripe = (warp - phase * 4 * args.blocks) / 4 * 4 + (warp + phase * (4 / args.phases)) % 4;
   NibbleFeed<Traits> feed(args, smem, work, phase, stripe);
   NibbleEpilogue<Traits> epilogue(args, smem.partials, smem.partials_full, smem.partials_empty,
                                   work.split);
