@@ -106,8 +106,8 @@ struct NibbleFactors final {
 #pragma unroll
     for (int32_t i = 0; i < 4; ++i) {
       const uint32_t bits = word >> (i / 2 * 8) & (i % 2 == 0 ? 0x000F000FU : 0x00F000F0U);
-      const __nv_bfloat162 value = __hfma2(*reinterpret_cast<const __nv_bfloat162*>(&bits),
-                                           i % 2 == 0 ? low : high, shift);
+      const __nv_bfloat162 value =
+          __hfma2(*reinterpret_cast<const __nv_bfloat162*>(&bits), i % 2 == 0 ? low : high, shift);
       pairs[i] = *reinterpret_cast<const uint32_t*>(&value);
     }
   }

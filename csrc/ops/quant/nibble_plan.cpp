@@ -34,7 +34,7 @@ NibblePlan nibble_plan(int64_t num_rows, int64_t weight_rows, int64_t depth, int
   const int32_t stage_scales = linear.tile_rows * scale_bytes * (kNibbleStageDepth / group);
   // Half of the sums of every 16 rows of W: 512 bytes for eight rows of x.
   linear.partial_bytes = linear.splits > 1 ? linear.tile_rows / 16 * (rows / 8) / 2 * 512 : 0;
-  plan.share_bytes = plan.phases > 1 ? plan.blocks * 64 * rows * 4 : 0;
+  plan.share_bytes = plan.phases > 1 ? plan.blocks * 64 * std::min(rows, kNibbleShareRows) * 4 : 0;
   const int32_t fixed = linear.partial_bytes + plan.share_bytes + kBarrierBytes;
   const int32_t bytes = linear.stage_bytes + stage_scales;
   linear.stages = std::min(kMaxStages, (smem_limit - fixed) / bytes);

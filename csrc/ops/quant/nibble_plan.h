@@ -10,20 +10,23 @@ namespace diffulex {
 /// Columns of a weight of 4 bits that a stage of the ring holds.
 inline constexpr int32_t kNibbleStageDepth = 128;
 /// Most rows of x of a tile: more sums do not fit the registers of so many warps.
-inline constexpr int32_t kNibbleMaxRows = 64;
+inline constexpr int32_t kNibbleMaxRows = 128;
+/// Most rows of x whose sums warpgroups hand to each other at once.
+inline constexpr int32_t kNibbleShareRows = 64;
 /// Most warpgroups of a CTA that multiply.
 inline constexpr int32_t kNibbleWarpgroups = 4;
 
 /// How the Hopper product of a weight of 4 bits is dealt out: as LinearPlan, whose lines do not
 /// count here. Warpgroups of 64 rows of W stand side by side in `blocks`; where that leaves some
 /// over, `phases` of them take the stages of a tile in turn and their sums are added in ascending
-/// order. The number of stages is a multiple of the number of phases, at least twice as many, so
-/// the warpgroups of one phase, which hold two stages, wait for every round of a stage within a
-/// tile (csrc/ops/linear/sm90/ring.cuh says why they must). Behind the partial sums of the other
-/// share, `share_bytes` hold those of a phase, then `scale_bytes` the scales of all stages.
+/// order. The number of stages is a multiple of the number of phases, so the warpgroups of one
+/// phase wait for every round of a stage within a tile (csrc/ops/linear/sm90/ring.cuh says why they
+/// must); beside up to 32 rows, where they hold two stages, at least twice as many. Behind the
+/// partial sums of the other share, `share_bytes` hold those of a phase, of kNibbleShareRows rows
+/// at a time, then `scale_bytes` the scales of all stages.
 struct NibblePlan final {
   LinearPlan linear;
-  int32_t tile_rows = 0;  // of x: 16, 32 or 64
+  int32_t tile_rows = 0;  // of x: 16, 32, 64 or 128
   int32_t row_tiles = 0;  // of x
   int32_t num_steps = 0;  // of the depth
   int32_t blocks = 0;

@@ -70,8 +70,8 @@ Status launch(const LinearW4a16Params& params, const NibblePlan& plan, const Exe
   return sm90::launch_ring<sm90::nibble_linear_kernel<Traits>>(
       kWhere,
       {tile_shape(params, args.tile_rows), DType::kF8E4M3,
-       sm90::row_shape(params.x, kLine / 2, args.box_rows), DType::kBF16,
-       plan.blocks * plan.phases},
+       sm90::row_shape(params.x, kLine / 2, args.box_rows), DType::kBF16, plan.blocks * plan.phases,
+       Traits::kCopyingThreads},
       args, plan.linear, context);
 }
 
@@ -155,6 +155,8 @@ Status launch_nibble_tiles(const LinearW4a16Params& params, const ExecContext& c
       return launch_rows<16>(params, plan, context);
     case 32:
       return launch_rows<32>(params, plan, context);
+    case 64:
+      return launch_rows<64>(params, plan, context);
     default:
       return launch_rows<kNibbleMaxRows>(params, plan, context);
   }
@@ -166,6 +168,7 @@ Status prepare_nibble_tiles(int32_t device_index) {
   }
   DIFFULEX_RETURN_IF_ERROR(prepare_rows<16>(device_index));
   DIFFULEX_RETURN_IF_ERROR(prepare_rows<32>(device_index));
+  DIFFULEX_RETURN_IF_ERROR(prepare_rows<64>(device_index));
   return prepare_rows<kNibbleMaxRows>(device_index);
 }
 

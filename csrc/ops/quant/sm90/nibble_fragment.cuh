@@ -130,14 +130,16 @@ class NibbleLane final {
   };
   static constexpr int32_t kStripeBytes = 16 * kNibbleStageDepth / 2;
   /// Whether scales are read where they are needed: registers do not hold those of a stage.
-  static constexpr bool kReadsLate =
-      Traits::kScaleRows == 4 || (Traits::kIsExact && Traits::kRows == kNibbleMaxRows);
+  static constexpr bool kReadsLate = Traits::kScaleRows == 4 ||
+                                     (Traits::kIsExact && Traits::kIsFull) ||
+                                     (Traits::kScaleRows == 2 && Traits::kHasCopyingGroup);
   /// Whether nibbles become values by factors, where those are finite: not with a scale for 32
-  /// columns, which takes as long to turn to factors as they save.
-  static constexpr bool kIsFused = !Traits::kIsExact && !kReadsLate;
+  /// columns, which takes as long to turn to factors as they save, nor beside sums that leave no
+  /// register for them.
+  static constexpr bool kIsFused = !Traits::kIsExact && !kReadsLate && !Traits::kHasCopyingGroup;
   /// Whether the nibbles of a stage are read at once, where registers hold them.
   static constexpr bool kReadsAhead =
-      Traits::kPieceSteps == 4 && Traits::kScaleRows == 1 && !Traits::kIsExact;
+      !Traits::kIsFull && Traits::kScaleRows == 1 && !Traits::kIsExact;
 
   __device__ __forceinline__ Line read_line(int32_t line) const {
     return {ptx::shared_load_pair(weights_ + places_[line]),

@@ -12,7 +12,7 @@
 //   phases   beside a low tile the warpgroups that have no rows of their own take every second or
 //            fourth stage: making fragments takes more than one warp on each scheduler. A stage
 //            is one phase's in all rounds of a tile (NibblePlan)
-//   tiles    of W times tiles of up to 64 rows of x, for any number of rows
+//   tiles    of W times tiles of up to 128 rows of x, for any number of rows
 //
 //   copying warp --full--> warpgroups of a phase --empty--> copying warp      (a stage)
 //   phase p --named barrier--> phase 0, p ascending --> the other share       (a tile)
@@ -244,27 +244,31 @@ __device__ __forceinline__ void add_phases(const NibbleLinearArgs& args, uint32_
                                            int32_t phase, int32_t stripe,
                                            float (&sums)[Traits::kGroups][4]) {
   constexpr uint32_t kBarrier = 1;
+  constexpr int32_t kRun =
+      Traits::kGroups < kNibbleShareRows / 8 ? Traits::kGroups : kNibbleShareRows / 8;
   const auto threads = static_cast<uint32_t>(args.blocks * args.phases * 128);
-  const uint32_t mine =
-      shares + stripe * Traits::kGroups * 512 + static_cast<uint32_t>(threadIdx.x) % 32 * 16;
+  const uint32_t mine = shares + stripe * kRun * 512 + static_cast<uint32_t>(threadIdx.x) % 32 * 16;
   for (int32_t other = 1; other < args.phases; ++other) {
-    if (phase == other) {
 #pragma unroll
-      for (int32_t group = 0; group < Traits::kGroups; ++group) {
-        ptx::store_shared16(
-            mine + group * 512,
-            make_uint4(__float_as_uint(sums[group][0]), __float_as_uint(sums[group][1]),
-                       __float_as_uint(sums[group][2]), __float_as_uint(sums[group][3])));
-      }
-    }
-    ptx::named_barrier_sync(kBarrier, threads);
-    if (phase == 0) {
+    for (int32_t first = 0; first < Traits::kGroups; first += kRun) {
+      if (phase == other) {
 #pragma unroll
-      for (int32_t group = 0; group < Traits::kGroups; ++group) {
-        add_shared(sums[group], mine + group * 512);
+        for (int32_t group = 0; group < kRun; ++group) {
+          const float (&sum)[4] = sums[first + group];
+          ptx::store_shared16(mine + group * 512,
+                              make_uint4(__float_as_uint(sum[0]), __float_as_uint(sum[1]),
+                                         __float_as_uint(sum[2]), __float_as_uint(sum[3])));
+        }
       }
+      ptx::named_barrier_sync(kBarrier, threads);
+      if (phase == 0) {
+#pragma unroll
+        for (int32_t group = 0; group < kRun; ++group) {
+          add_shared(sums[first + group], mine + group * 512);
+        }
+      }
+      ptx::named_barrier_sync(kBarrier, threads);  // read: the next one may write
     }
-    ptx::named_barrier_sync(kBarrier, threads);  // read: the next phase may write
   }
 }
 
@@ -275,7 +279,8 @@ __device__ __forceinline__ void consume_nibbles(const NibbleLinearArgs& args,
   const int32_t warp = ptx::uniform(static_cast<int32_t>(threadIdx.x) / 32);
   const int32_t phase = warp / (4 * args.blocks);
   // Of 16 rows of W. In each phase the warps that have none are those of other schedulers.
-  const int32_t stripe = (warp - phase * 4 * args.blocks) / 4 * 4 + (warp + phase * (4 / args.phases)) % 4;
+  const int32_t stripe =
+      (warp - phase * 4 * args.blocks) / 4 * 4 + (warp + phase * (4 / args.phases)) % 4;
   NibbleFeed<Traits> feed(args, smem, work, phase, stripe);
   NibbleEpilogue<Traits> epilogue(args, smem.partials, smem.partials_full, smem.partials_empty,
                                   work.split);
@@ -306,8 +311,14 @@ __global__ void __launch_bounds__(Traits::kMaxThreads, 1)
                          const __grid_constant__ NibbleLinearArgs args) {
   extern __shared__ __align__(1024) uint8_t raw[];
   const RingSmem smem(raw, args, args.share_bytes + args.scale_bytes);
-  run_ring<NibbleCopies<Traits>>(args, smem, &weight_map, &row_map,
-                                 [&] { consume_nibbles<Traits>(args, smem); });
+  using Copies = NibbleCopies<Traits>;
+  if constexpr (!Traits::kHasCopyingGroup) {
+    run_ring<Copies>(args, smem, &weight_map, &row_map,
+                     [&] { consume_nibbles<Traits>(args, smem); });
+  } else {
+    run_ring_in_groups<Copies, Traits::kCopyingRegisters, Traits::kConsumerRegisters>(
+        args, smem, &weight_map, &row_map, [&] { consume_nibbles<Traits>(args, smem); });
+  }
 }
 
 }  // namespace diffulex::cuda::sm90

@@ -24,12 +24,20 @@ struct NibbleTraits final {
   static constexpr int kGroups = kRows / 8;  // accumulators of a thread, four floats each
   static constexpr int kLineBytes = 128;     // of a row of x: the swizzle
   static constexpr int kLines = 2 * kNibbleStageDepth / kLineBytes;
-  static constexpr int kMaxThreads = kNibbleWarpgroups * 128 + 32;
-  // A piece of a stage, whose left operand is made at a time: a line, or half of one where
-  // registers are few. Stages that follow each other without a break.
-  static constexpr int kPieceSteps = kRows < kNibbleMaxRows ? 4 : 2;  // of 16 columns
+  /// Whether the sums leave few registers.
+  static constexpr bool kIsFull = kRows > 32;
+  // A piece of a stage, whose left operand is made at a time: a line, or half of one. Stages that
+  // follow each other without a break.
+  static constexpr int kPieceSteps = kIsFull ? 2 : 4;  // of 16 columns
   static constexpr int kPieces = kNibbleStageDepth / (16 * kPieceSteps);
-  static constexpr int kTurn = kRows < kNibbleMaxRows ? 2 : 1;
+  static constexpr int kTurn = kIsFull ? 1 : 2;
+  // Beside most rows the copying warp has a warpgroup of its own, which leaves its registers to the
+  // others: of the 96 of a thread of five warpgroups.
+  static constexpr bool kHasCopyingGroup = kRows == kNibbleMaxRows;
+  static constexpr int kCopyingThreads = kHasCopyingGroup ? 128 : 32;
+  static constexpr int kCopyingRegisters = 32;
+  static constexpr int kConsumerRegisters = 112;
+  static constexpr int kMaxThreads = kNibbleWarpgroups * 128 + kCopyingThreads;
 
   static_assert(kRows <= kNibbleMaxRows, "the registers do not hold more sums");
 };
