@@ -13,17 +13,20 @@ int64_t divide_up(int64_t value, int64_t divisor) {
 }  // namespace
 
 NibblePlan nibble_plan(int64_t num_rows, int64_t weight_rows, int64_t depth, int32_t group,
-                       int32_t scale_bytes, int32_t num_processors, int32_t smem_limit) {
+                       int32_t scale_bytes, bool is_batch_invariant, int32_t num_processors,
+                       int32_t smem_limit) {
   constexpr int32_t kMaxStages = 16;
   constexpr int32_t kBarrierBytes = 8 * (3 * kMaxStages + 4);  // whole runs of 16
   NibblePlan plan;
   LinearPlan& linear = plan.linear;
-  const TileChoice tile = choose_tile({weight_rows, depth, kNibbleStageDepth, 4}, num_processors);
-  linear.tile_rows = tile.tile_rows;
-  linear.splits = tile.splits;
   const int32_t rows = std::min(linear_tile_rows(num_rows), kNibbleMaxRows);
   plan.tile_rows = rows;
   plan.row_tiles = static_cast<int32_t>(divide_up(num_rows, rows));
+  // Tiles of x occupy processors as rows of W do: a larger tile of W reads x less often.
+  const int64_t all_rows = is_batch_invariant ? weight_rows : weight_rows * plan.row_tiles;
+  const TileChoice tile = choose_tile({all_rows, depth, kNibbleStageDepth, 4}, num_processors);
+  linear.tile_rows = tile.tile_rows;
+  linear.splits = tile.splits;
   plan.num_steps = static_cast<int32_t>(depth / kNibbleStageDepth);
   plan.blocks = static_cast<int32_t>(divide_up(linear.tile_rows, 64));
   plan.phases = kNibbleWarpgroups / plan.blocks;
@@ -34,7 +37,7 @@ NibblePlan nibble_plan(int64_t num_rows, int64_t weight_rows, int64_t depth, int
   const int32_t stage_scales = linear.tile_rows * scale_bytes * (kNibbleStageDepth / group);
   // Half of the sums of every 16 rows of W: 512 bytes for eight rows of x.
   linear.partial_bytes = linear.splits > 1 ? linear.tile_rows / 16 * (rows / 8) / 2 * 512 : 0;
-  plan.share_bytes = plan.phases > 1 ? plan.blocks * 64 * std::min(rows, kNibbleShareRows) * 4 : 0;
+  plan.share_bytes = plan.phases > 1 ? plan.blocks * 64 * nibble_share_rows(rows) * 4 : 0;
   const int32_t fixed = linear.partial_bytes + plan.share_bytes + kBarrierBytes;
   const int32_t bytes = linear.stage_bytes + stage_scales;
   linear.stages = std::min(kMaxStages, (smem_limit - fixed) / bytes);

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "ops/quant/nibble_plan.h"
 
-#include <algorithm>
 #include <cstdint>
 #include <utility>
 
@@ -17,20 +16,28 @@ constexpr std::pair<int32_t, int32_t> kScales[] = {
     {32, kNibbleExactBytes}, {64, kNibbleExactBytes}, {128, kNibbleExactBytes}};
 
 /// Tiles cover W and x, no share of the depth is empty, all CTAs run at once and fit, the ring has
-/// whole turns of the phases; the order of sums does not depend on the rows of x.
+/// whole turns of the phases; the order of sums does not depend on the rows of x, up to those of
+/// one tile or where it is asked for.
 TEST(NibblePlanTest, PlansAreSoundAndSumInOneOrder) {
   for (const int32_t processors : {1, 78, 132}) {
     for (const int64_t weight_rows : {16, 48, 512, 3072, 4096, 6144, 24576, 151936}) {
       for (const int64_t depth : {128, 256, 384, 4096, 12288}) {
         for (const auto& [group, scale_bytes] : kScales) {
-          const NibblePlan first =
-              nibble_plan(1, weight_rows, depth, group, scale_bytes, processors, kSmemLimit);
+          const auto plan_for = [&](int64_t rows, bool is_batch_invariant) {
+            return nibble_plan(rows, weight_rows, depth, group, scale_bytes, is_batch_invariant,
+                               processors, kSmemLimit);
+          };
+          const NibblePlan first = plan_for(1, false);
           for (const int64_t rows : {1, 16, 17, 32, 33, 64, 65, 128, 129, 300, 8192}) {
-            const NibblePlan plan =
-                nibble_plan(rows, weight_rows, depth, group, scale_bytes, processors, kSmemLimit);
+            const NibblePlan asked = plan_for(rows, true);
+            EXPECT_EQ(asked.linear.splits, first.linear.splits);
+            EXPECT_EQ(asked.phases, first.phases);
+            const NibblePlan plan = plan_for(rows, false);
             const LinearPlan& linear = plan.linear;
-            EXPECT_EQ(linear.splits, first.linear.splits);
-            EXPECT_EQ(plan.phases, first.phases);
+            if (rows <= kNibbleMaxRows) {
+              EXPECT_EQ(linear.splits, first.linear.splits);
+              EXPECT_EQ(plan.phases, first.phases);
+            }
             EXPECT_EQ(plan.num_steps * kNibbleStageDepth, depth);
             EXPECT_LE(linear.splits, plan.num_steps);
             EXPECT_GE(int64_t{plan.row_tiles} * plan.tile_rows, rows);
@@ -47,7 +54,7 @@ TEST(NibblePlanTest, PlansAreSoundAndSumInOneOrder) {
             EXPECT_EQ(plan.scale_bytes % 16, 0);
             EXPECT_EQ(plan.scale_bytes,
                       linear.stages * linear.tile_rows * scale_bytes * kNibbleStageDepth / group);
-            const int32_t handed_rows = std::min(plan.tile_rows, kNibbleShareRows);
+            const int32_t handed_rows = plan.tile_rows > 64 ? 32 : plan.tile_rows;
             EXPECT_EQ(plan.share_bytes, plan.phases > 1 ? plan.blocks * 64 * handed_rows * 4 : 0);
             const int32_t barriers = (3 * linear.stages + 3) * 8;
             EXPECT_GE(linear.smem_bytes, linear.stages * linear.stage_bytes + linear.partial_bytes +
@@ -60,16 +67,24 @@ TEST(NibblePlanTest, PlansAreSoundAndSumInOneOrder) {
   }
 }
 
-/// The products of SDAR-8B: tiles of whole warpgroups for nearly all processors.
+/// The products of SDAR-8B: tiles of whole warpgroups for nearly all processors, larger ones
+/// beside two tiles of x.
 TEST(NibblePlanTest, ProductsOfAModel) {
-  const NibblePlan gate_up = nibble_plan(32, 24576, 4096, 128, kNibbleScaleBytes, 132, kSmemLimit);
+  const auto plan_for = [](int64_t rows, int64_t weight_rows, int64_t depth) {
+    return nibble_plan(rows, weight_rows, depth, 128, kNibbleScaleBytes, false, 132, kSmemLimit);
+  };
+  const NibblePlan gate_up = plan_for(32, 24576, 4096);
   EXPECT_EQ(gate_up.linear.tile_rows, 192);
   EXPECT_EQ(gate_up.linear.splits, 1);
   EXPECT_EQ(gate_up.phases, 1);
-  const NibblePlan down = nibble_plan(32, 4096, 12288, 128, kNibbleScaleBytes, 132, kSmemLimit);
+  const NibblePlan down = plan_for(32, 4096, 12288);
   EXPECT_EQ(down.linear.tile_rows, 64);
   EXPECT_EQ(down.linear.splits, 2);
   EXPECT_EQ(down.phases, 4);
+  const NibblePlan many = plan_for(256, 4096, 12288);
+  EXPECT_EQ(many.linear.tile_rows, 128);
+  EXPECT_EQ(many.linear.splits, 2);
+  EXPECT_EQ(many.phases, 2);
 }
 
 }  // namespace

@@ -148,8 +148,8 @@ Status launch_nibble_tiles(const LinearW4a16Params& params, const ExecContext& c
   const int64_t weight_rows = params.out.size[1] * (params.act.has_value() ? 2 : 1);
   const NibblePlan plan =
       nibble_plan(params.x.size[0], weight_rows, params.x.size[1], params.group,
-                  params.zeros.present() ? kNibbleExactBytes : kNibbleScaleBytes, processors,
-                  sm90::kRingSmemLimit);
+                  params.zeros.present() ? kNibbleExactBytes : kNibbleScaleBytes,
+                  context.batch_invariant, processors, sm90::kRingSmemLimit);
   switch (plan.tile_rows) {
     case 16:
       return launch_rows<16>(params, plan, context);

@@ -17,7 +17,8 @@
 //   copying warp --full--> warpgroups of a phase --empty--> copying warp      (a stage)
 //   phase p --named barrier--> phase 0, p ascending --> the other share       (a tile)
 //
-// The order of the sums does not depend on the number of rows.
+// The order of the sums does not depend on the number of rows of one tile of x; NibblePlan says
+// where it may on that of tiles.
 
 #include <cstdint>
 
@@ -244,8 +245,7 @@ __device__ __forceinline__ void add_phases(const NibbleLinearArgs& args, uint32_
                                            int32_t phase, int32_t stripe,
                                            float (&sums)[Traits::kGroups][4]) {
   constexpr uint32_t kBarrier = 1;
-  constexpr int32_t kRun =
-      Traits::kGroups < kNibbleShareRows / 8 ? Traits::kGroups : kNibbleShareRows / 8;
+  constexpr int32_t kRun = nibble_share_rows(Traits::kRows) / 8;
   const auto threads = static_cast<uint32_t>(args.blocks * args.phases * 128);
   const uint32_t mine = shares + stripe * kRun * 512 + static_cast<uint32_t>(threadIdx.x) % 32 * 16;
   for (int32_t other = 1; other < args.phases; ++other) {
