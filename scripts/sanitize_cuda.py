@@ -34,6 +34,7 @@ PIECES: tuple[tuple[str, str, int], ...] = (
     ("overlap-keys", "CudaOpOverlapTest.KeysStored*", 1),
     ("overlap-logits", "CudaOpOverlapTest.LogitsWritten*", 1),
     ("linear", "*Linear*Test.*-CudaLinearChainTest.*", 1),
+    ("linear-turns", "CudaLinearTest.ACtaTakes*:CudaLinearTest.SharesOf*", 1),
     ("linear-chain", "CudaLinearChainTest.*", 1),
     ("experts", "MoeHopperTest.EveryTokenCountEqualsTheDefinition", 1),
     ("sampling", "CudaTokenStats*:CudaSampleFiltered*", 1),

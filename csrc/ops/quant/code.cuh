@@ -69,20 +69,28 @@ __device__ __forceinline__ __nv_bfloat162 biased_pair(uint32_t word, int32_t ind
   return *reinterpret_cast<const __nv_bfloat162*>(&bits);
 }
 
-/// (nibble - 8) * scale in bfloat16, rounded once, of the four pairs of a word.
-__device__ __forceinline__ void widen_pairs(uint32_t word, __nv_bfloat162 scale,
-                                            uint32_t (&pairs)[4]) {
-  const __nv_bfloat162 zero = __float2bfloat162_rn(128.0F + static_cast<float>(kInt4Zero));
-#pragma unroll
-  for (int32_t i = 0; i < 4; ++i) {
-    const __nv_bfloat162 value = __hmul2(__hsub2(biased_pair(word, i), zero), scale);
-    pairs[i] = *reinterpret_cast<const uint32_t*>(&value);
-  }
-}
+/// (nibble - 8) * scale in bfloat16, rounded once.
+struct NibbleScaling final {
+  __nv_bfloat162 scale;
 
-/// A scale for nibbles that are read as bfloat16 where they lie. In the last eight bits of one that
-/// is otherwise empty, an integer n is n 2^-133, exactly: so each pair is one fused operation, with
-/// the bits of (nibble - 8) * scale rounded once.
+  NibbleScaling() = default;
+  __device__ __forceinline__ explicit NibbleScaling(__nv_bfloat16 of_group)
+      : scale(__bfloat162bfloat162(of_group)) {}
+
+  /// The four pairs of a word.
+  __device__ __forceinline__ void widen(uint32_t word, uint32_t (&pairs)[4]) const {
+    const __nv_bfloat162 zero = __float2bfloat162_rn(128.0F + static_cast<float>(kInt4Zero));
+#pragma unroll
+    for (int32_t i = 0; i < 4; ++i) {
+      const __nv_bfloat162 value = __hmul2(__hsub2(biased_pair(word, i), zero), scale);
+      pairs[i] = *reinterpret_cast<const uint32_t*>(&value);
+    }
+  }
+};
+
+/// The same of a scale below 2^-5, by nibbles that are read as bfloat16 where they lie. In the last
+/// eight bits of one that is otherwise empty an integer n is n 2^-133, exactly: so each pair is one
+/// fused operation with one rounding.
 struct NibbleFactors final {
   __nv_bfloat162 low;    // of nibbles in the last four bits: scale 2^133
   __nv_bfloat162 high;   // of those in the four above: scale 2^129
@@ -96,12 +104,10 @@ struct NibbleFactors final {
     shift = __hmul2(both, __float2bfloat162_rn(-static_cast<float>(kInt4Zero)));
   }
 
-  /// Whether the factors of a scale are: it is below 2^-5.
   __device__ __forceinline__ static bool are_finite(__nv_bfloat16 scale) {
     return (__bfloat16_as_ushort(scale) & 0x7FFFU) < 0x3D00U;
   }
 
-  /// As widen_pairs.
   __device__ __forceinline__ void widen(uint32_t word, uint32_t (&pairs)[4]) const {
 #pragma unroll
     for (int32_t i = 0; i < 4; ++i) {
@@ -113,8 +119,8 @@ struct NibbleFactors final {
   }
 };
 
-/// The same with a zero point, plus 128, and a scale that bfloat16 may not hold: the product is
-/// rounded to float32, then to bfloat16.
+/// The same, of the pairs of a word, with a zero point, plus 128, and a scale that bfloat16 may not
+/// hold: the product is rounded to float32, then to bfloat16.
 __device__ __forceinline__ void widen_pairs(uint32_t word, float scale, __nv_bfloat162 zero,
                                             uint32_t (&pairs)[4]) {
 #pragma unroll

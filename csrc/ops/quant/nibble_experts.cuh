@@ -84,48 +84,70 @@ class NibbleProduct final {
     const uint32_t weights = stage + Traits::kWeightStart + lane * 8 +
                              (warp_n * 32 + row) * Traits::kWeightBytes + (row & 2U) * 16;
     uint2 words[Traits::kLines][kNTiles];
-    __nv_bfloat162 scales[Traits::kLines][kNTiles];
+    __nv_bfloat16 scales[Traits::kLines][kNTiles];
+    bool are_small = true;
 #pragma unroll
     for (int i = 0; i < Traits::kLines * kNTiles; ++i) {
       const int line = i / kNTiles;
       const int n = i % kNTiles;
       words[line][n] =
           ptx::shared_load_pair((weights + n * 8 * Traits::kWeightBytes) ^ (line * 32));
-      scales[line][n] = __bfloat162bfloat162(next_[line][n]);
+      scales[line][n] = next_[line][n];
+      are_small = are_small && NibbleFactors::are_finite(scales[line][n]);
     }
     read_scales(step + 1);
+    const uint32_t rows = stage + (warp_m * Traits::kWarpRows + row) * Traits::kRowBytes;
+    if (__all_sync(0xFFFFFFFFU, are_small) != 0) {
+      multiply<NibbleFactors>(words, scales, rows, sums);
+    } else {
+      multiply<NibbleScaling>(words, scales, rows, sums);
+    }
+  }
+
+ private:
+  /// Adds the products of a step; `rows`: the first one of this lane in the stage.
+  template <typename Scale>
+  __device__ __forceinline__ static void multiply(
+      const uint2 (&words)[Traits::kLines][kNTiles],
+      const __nv_bfloat16 (&scales)[Traits::kLines][kNTiles], uint32_t rows,
+      float (&sums)[Traits::kMTiles][kNTiles][4]) {
+    const uint32_t row = threadIdx.x % 32 / 4;
+    const uint32_t lane = threadIdx.x % 4;
 #pragma unroll
-    for (int i = 0; i < 2 * Traits::kLines; ++i) {
-      const int line = i / 2;
-      const int word = i % 2;
-      uint32_t right[kNTiles][4];
+    for (int line = 0; line < Traits::kLines; ++line) {
+      Scale of_rows[kNTiles];
 #pragma unroll
       for (int n = 0; n < kNTiles; ++n) {
-        widen_pairs(word == 0 ? words[line][n].x : words[line][n].y, scales[line][n], right[n]);
+        of_rows[n] = Scale(scales[line][n]);
       }
-      const uint32_t rows =
-          stage + ((line * Traits::kTileRows + warp_m * Traits::kWarpRows + row) * 8 +
-                   ((2 * lane + word) ^ row)) *
-                      16;
 #pragma unroll
-      for (int m = 0; m < Traits::kMTiles; ++m) {
-        uint32_t above[4];
-        uint32_t below[4];
-        read_pairs(rows + m * 16 * Traits::kRowBytes, above);
-        read_pairs(rows + (m * 16 + 8) * Traits::kRowBytes, below);
+      for (int word = 0; word < 2; ++word) {
+        uint32_t right[kNTiles][4];
 #pragma unroll
-        for (int k = 0; k < 4; k += 2) {
-          const uint32_t left[4] = {above[k], below[k], above[k + 1], below[k + 1]};
+        for (int n = 0; n < kNTiles; ++n) {
+          of_rows[n].widen(word == 0 ? words[line][n].x : words[line][n].y, right[n]);
+        }
+        const uint32_t of_word =
+            rows + line * Traits::kTileRows * Traits::kRowBytes + ((2 * lane + word) ^ row) * 16;
 #pragma unroll
-          for (int n = 0; n < kNTiles; ++n) {
-            multiply_widened<T>(sums[m][n], left, right[n][k], right[n][k + 1]);
+        for (int m = 0; m < Traits::kMTiles; ++m) {
+          uint32_t above[4];
+          uint32_t below[4];
+          read_pairs(of_word + m * 16 * Traits::kRowBytes, above);
+          read_pairs(of_word + (m * 16 + 8) * Traits::kRowBytes, below);
+#pragma unroll
+          for (int k = 0; k < 4; k += 2) {
+            const uint32_t left[4] = {above[k], below[k], above[k + 1], below[k + 1]};
+#pragma unroll
+            for (int n = 0; n < kNTiles; ++n) {
+              multiply_widened<T>(sums[m][n], left, right[n][k], right[n][k + 1]);
+            }
           }
         }
       }
     }
   }
 
- private:
   /// Of the columns of this lane in a step; 0 for rows and columns that do not exist.
   __device__ __forceinline__ void read_scales(int step) {
 #pragma unroll

@@ -21,11 +21,11 @@ __all__ = ["multiply", "multiply_plain", "own_nibble_rows", "own_rows", "takes_r
 
 #: Rows up to which `ops.linear_scaled` is faster with nearly every weight.
 _FEW_ROWS = {WeightScheme.FP8: 192, WeightScheme.FP8_BLOCK: 128}
-#: Rows up to which `ops.linear_w4a16` of tiles is faster than making bfloat16 of the weight: where the second
-#: level of the cache holds that, and of larger weights.
-_NIBBLE_ROWS = 256, 384
-#: Elements of the largest weight that it holds.
-_CACHED_ELEMENTS = 1 << 25
+#: Rows up to which `ops.linear_w4a16` of tiles is faster than making bfloat16 of the weight: of small weights, which
+#: that takes few microseconds, and of larger ones.
+_NIBBLE_ROWS = 64, 1024
+#: Elements of the largest small weight.
+_SMALL_ELEMENTS = 1 << 23
 #: The same of a weight by row: on compute capability 9.0 where it has more rows than the next constant says, and
 #: on other devices, where nothing was timed, with as many as make a step bound by arithmetic.
 _PLAIN_NIBBLE_ROWS = 16, 128
@@ -77,7 +77,7 @@ def own_nibble_rows(
     if device.type != "cuda":
         return None
     if has_tiles:
-        return _NIBBLE_ROWS[num_columns * depth > _CACHED_ELEMENTS]
+        return _NIBBLE_ROWS[num_columns * depth > _SMALL_ELEMENTS]
     few, many = _PLAIN_NIBBLE_ROWS
     if not ops.has_hopper_kernels(device):
         return many

@@ -21,15 +21,15 @@ namespace diffulex::cuda::sm90 {
 /// What turns the nibbles of a group of a row to values.
 template <typename Traits, bool kIsExact = Traits::kIsExact>
 struct NibbleScales final {
-  __nv_bfloat162 scale;
+  NibbleScaling scaling;
 
   /// Number `place` of those of a stage.
   __device__ __forceinline__ void read(const NibbleLinearArgs& /*args*/, uint32_t stage,
                                        int32_t place) {
-    scale = __bfloat162bfloat162(ptx::shared_load_bf16(stage + place * 2));
+    scaling = NibbleScaling(ptx::shared_load_bf16(stage + place * 2));
   }
   __device__ __forceinline__ void widen(uint32_t word, uint32_t (&pairs)[4]) const {
-    widen_pairs(word, scale, pairs);
+    scaling.widen(word, pairs);
   }
 };
 
