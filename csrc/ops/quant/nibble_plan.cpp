@@ -16,15 +16,20 @@ NibblePlan nibble_plan(int64_t num_rows, int64_t weight_rows, int64_t depth, int
                        int32_t scale_bytes, bool is_batch_invariant, int32_t num_processors,
                        int32_t smem_limit) {
   constexpr int32_t kMaxStages = 16;
+  constexpr int32_t kLowTile = 48;                             // rows of W
   constexpr int32_t kBarrierBytes = 8 * (3 * kMaxStages + 4);  // whole runs of 16
   NibblePlan plan;
   LinearPlan& linear = plan.linear;
-  const int32_t rows = std::min(linear_tile_rows(num_rows), kNibbleMaxRows);
+  int32_t rows = std::min(linear_tile_rows(num_rows), kNibbleMaxRows);
+  // Tiles of x occupy processors as rows of W do: a larger tile of W reads x less often.
+  const int64_t all_rows =
+      is_batch_invariant ? weight_rows : weight_rows * divide_up(num_rows, rows);
+  const TileChoice tile = choose_tile({all_rows, depth, kNibbleStageDepth, 4}, num_processors);
+  if (tile.tile_rows <= kLowTile) {
+    rows = std::min(rows, 64);  // more stages: there is little to do in one
+  }
   plan.tile_rows = rows;
   plan.row_tiles = static_cast<int32_t>(divide_up(num_rows, rows));
-  // Tiles of x occupy processors as rows of W do: a larger tile of W reads x less often.
-  const int64_t all_rows = is_batch_invariant ? weight_rows : weight_rows * plan.row_tiles;
-  const TileChoice tile = choose_tile({all_rows, depth, kNibbleStageDepth, 4}, num_processors);
   linear.tile_rows = tile.tile_rows;
   linear.splits = tile.splits;
   plan.num_steps = static_cast<int32_t>(depth / kNibbleStageDepth);

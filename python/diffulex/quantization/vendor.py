@@ -23,7 +23,7 @@ __all__ = ["multiply", "multiply_plain", "own_nibble_rows", "own_rows", "takes_r
 _FEW_ROWS = {WeightScheme.FP8: 192, WeightScheme.FP8_BLOCK: 128}
 #: Rows up to which `ops.linear_w4a16` of tiles is faster than making bfloat16 of the weight: of small weights, which
 #: that takes few microseconds, and of larger ones.
-_NIBBLE_ROWS = 64, 1024
+_NIBBLE_ROWS = 128, 1024
 #: Elements of the largest small weight.
 _SMALL_ELEMENTS = 1 << 23
 #: The same of a weight by row: on compute capability 9.0 where it has more rows than the next constant says, and

@@ -85,6 +85,12 @@ TEST(NibblePlanTest, ProductsOfAModel) {
   EXPECT_EQ(many.linear.tile_rows, 128);
   EXPECT_EQ(many.linear.splits, 2);
   EXPECT_EQ(many.phases, 2);
+  EXPECT_EQ(many.tile_rows, 128);
+  // Low tiles of W, of LLaDA2-mini, keep more stages.
+  const NibblePlan low = plan_for(128, 3072, 2048);
+  EXPECT_EQ(low.linear.tile_rows, 48);
+  EXPECT_EQ(low.tile_rows, 64);
+  EXPECT_EQ(low.row_tiles, 2);
 }
 
 }  // namespace
