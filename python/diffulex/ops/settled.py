@@ -36,10 +36,9 @@ def batch_invariant() -> Iterator[None]:
     """Asks the ops that this thread calls inside for results that do not depend on other requests.
 
     Attention then divides the keys of a request by that request alone, experts have one tile whatever
-    the number of rows, `soft_embedding` one division of the vocabulary and `linear_w4a16` of tiles one
-    division of a weight, which is slower. The other ops compute a row by itself anyway,
-    `linear_few_rows` and `linear_packed` among them; torch's products do not. A CUDA graph keeps what
-    held at its capture.
+    the number of rows, `soft_embedding` and `linear_w4a16` of tiles one division of their matrix, which
+    is slower. The other ops compute a row by itself anyway, `linear_few_rows` and `linear_packed` among
+    them; torch's products do not. A CUDA graph keeps what held at its capture.
     """
     before = torch.ops.diffulex_control.make_batch_invariant(True)
     try:

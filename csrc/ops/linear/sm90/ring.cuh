@@ -267,34 +267,4 @@ __device__ __forceinline__ void run_ring(const Args& args, const RingSmem& smem,
   }
 }
 
-/// The same where the copying warp has the last warpgroup to itself, which leaves its registers to
-/// the others.
-template <typename Copies, int kCopyingRegisters, int kConsumerRegisters, typename Args,
-          typename Consume>
-__device__ __forceinline__ void run_ring_in_groups(const Args& args, const RingSmem& smem,
-                                                   const CUtensorMap* weight_map,
-                                                   const CUtensorMap* row_map, Consume&& consume) {
-  const bool is_copying = threadIdx.x + 128 >= blockDim.x;
-  const bool is_producer = is_copying && threadIdx.x % 128 < 32;
-  begin_ring<Copies>(args, smem, weight_map, row_map, is_producer);
-  RingProducer<Copies> producer(args, smem, weight_map, row_map);
-  // The two do not meet again: the compiler must know which registers a warp has.
-  if (is_copying) {
-    ptx::registers_decrease<kCopyingRegisters>();
-    if (is_producer) {
-      produce(producer);
-    }
-    if (args.splits > 1) {
-      ptx::cluster_wait();
-    }
-  } else {
-    ptx::registers_increase<kConsumerRegisters>();
-    await_kernels(producer);
-    if (args.splits > 1) {
-      ptx::cluster_wait();  // the barriers of the other one are ready
-    }
-    consume();
-  }
-}
-
 }  // namespace diffulex::cuda::sm90

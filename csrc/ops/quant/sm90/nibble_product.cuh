@@ -304,6 +304,36 @@ __device__ __forceinline__ void consume_nibbles(const NibbleLinearArgs& args,
   }
 }
 
+/// As run_ring, where the copying warp has the last warpgroup to itself, which leaves its registers
+/// to the others.
+template <typename Copies, typename Traits, typename Consume>
+__device__ __forceinline__ void run_ring_in_groups(const NibbleLinearArgs& args,
+                                                   const RingSmem& smem,
+                                                   const CUtensorMap* weight_map,
+                                                   const CUtensorMap* row_map, Consume&& consume) {
+  const bool is_copying = threadIdx.x + 128 >= blockDim.x;
+  const bool is_producer = is_copying && threadIdx.x % 128 < 32;
+  begin_ring<Copies>(args, smem, weight_map, row_map, is_producer);
+  RingProducer<Copies> producer(args, smem, weight_map, row_map);
+  // The two do not meet again: the compiler must know which registers a warp has.
+  if (is_copying) {
+    ptx::registers_decrease<Traits::kCopyingRegisters>();
+    if (is_producer) {
+      produce(producer);
+    }
+    if (args.splits > 1) {
+      ptx::cluster_wait();
+    }
+  } else {
+    ptx::registers_increase<Traits::kConsumerRegisters>();
+    await_kernels(producer);
+    if (args.splits > 1) {
+      ptx::cluster_wait();  // the barriers of the other one are ready
+    }
+    consume();
+  }
+}
+
 template <typename Traits>
 __global__ void __launch_bounds__(Traits::kMaxThreads, 1)
     nibble_linear_kernel(const __grid_constant__ CUtensorMap weight_map,
@@ -312,12 +342,12 @@ __global__ void __launch_bounds__(Traits::kMaxThreads, 1)
   extern __shared__ __align__(1024) uint8_t raw[];
   const RingSmem smem(raw, args, args.share_bytes + args.scale_bytes);
   using Copies = NibbleCopies<Traits>;
-  if constexpr (!Traits::kHasCopyingGroup) {
+  if constexpr (Traits::kHasCopyingGroup) {
+    run_ring_in_groups<Copies, Traits>(args, smem, &weight_map, &row_map,
+                                       [&] { consume_nibbles<Traits>(args, smem); });
+  } else {
     run_ring<Copies>(args, smem, &weight_map, &row_map,
                      [&] { consume_nibbles<Traits>(args, smem); });
-  } else {
-    run_ring_in_groups<Copies, Traits::kCopyingRegisters, Traits::kConsumerRegisters>(
-        args, smem, &weight_map, &row_map, [&] { consume_nibbles<Traits>(args, smem); });
   }
 }
 

@@ -479,11 +479,8 @@ __device__ void finish_row(const TokenStatsArgs& args, const T* source,
     } else if (summary.best_chunk < 0) {
       write_empty(args, row, summary.bad_count);
     } else {
-      // A copy: a choice of two references would be one of two places in local memory.
-      Choice chosen = greedy;
-      if (drawn.column >= 0) {
-        chosen = drawn;
-      }
+      // Copies: a choice of two references would be one of two places in local memory.
+      const Choice chosen = drawn.column >= 0 ? Choice(drawn) : Choice(greedy);
       write_record(args, transform, row, greedy, chosen, summary);
     }
   }

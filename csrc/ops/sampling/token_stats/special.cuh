@@ -12,8 +12,7 @@
 
 namespace diffulex::cuda {
 
-/// Any chunk, element by element, read again from memory. It is called, so that what it takes by
-/// reference lies in memory: the transform comes in registers.
+/// Any chunk, element by element, read again from memory; the transform by value, in registers.
 template <typename T>
 __device__ __noinline__ ChunkRecord chunk_by_element(const TokenStatsArgs& args,
                                                      const RowTransform transform, const T* source,
