@@ -119,8 +119,8 @@ struct NibbleFactors final {
   }
 };
 
-/// The same, of the pairs of a word, with a zero point, plus 128, and a scale that bfloat16 may not
-/// hold: the product is rounded to float32, then to bfloat16.
+/// (nibble - zero) * scale of the pairs of a word, with a zero point, plus 128, and a scale that
+/// bfloat16 may not hold: the product is rounded to float32, then to bfloat16.
 __device__ __forceinline__ void widen_pairs(uint32_t word, float scale, __nv_bfloat162 zero,
                                             uint32_t (&pairs)[4]) {
 #pragma unroll

@@ -192,7 +192,7 @@ class NibbleFeed final {
   }
 
  private:
-  /// Fewer stages on than the ring has, or back.
+  /// At most as many stages on as the ring has, or back.
   __device__ __forceinline__ void move(int32_t steps) {
     place_.stage += steps;
     if (place_.stage >= args_.stages || place_.stage < 0) {
@@ -213,7 +213,7 @@ class NibbleFeed final {
 /// Adds the products of the next kCount stages. The left operand of a piece is made while the
 /// products of the piece before run. None is on its way before or after: where an accumulator is in
 /// use across the end of a loop, the compiler waits for every product. A phase holds kCount stages
-/// at a time; a ring has at least two for each phase (NibblePlan).
+/// at a time; a ring has at least as many for each (NibblePlan).
 template <int kCount, typename Traits>
 __device__ __forceinline__ void add_stages(NibbleFeed<Traits>& feed,
                                            uint32_t (&fragments)[2][Traits::kPieceSteps][4],
