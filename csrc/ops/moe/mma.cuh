@@ -8,15 +8,14 @@
 // gate and the up sum of a column in the same lane. Every sum runs over ascending k in one order,
 // so that it depends neither on the tile height nor on the other rows.
 
-#include <array>
 #include <cstdint>
-#include <mutex>
 
 #include "ops/activation/gate.cuh"
 #include "ops/moe/gemm.h"
 #include "ops/moe/tiles.cuh"
 #include "ops/shared/cuda/launch.cuh"
 #include "ops/shared/cuda/ptx.cuh"
+#include "ops/shared/cuda/shared_memory.cuh"
 #include "ops/shared/cuda/vec.cuh"
 
 namespace diffulex::cuda {
@@ -276,22 +275,7 @@ inline constexpr const char* kMoeWhere = "diffulex::fused_moe";
 /// Allows the kernel its shared memory, once per device.
 template <typename Traits>
 Status prepare_moe_mma(int32_t device_index) {
-  constexpr int32_t kMaxDevices = 64;
-  struct Slot {
-    std::once_flag once;
-    cudaError_t error = cudaSuccess;
-  };
-  static std::array<Slot, kMaxDevices> slots;
-  if (device_index < 0 || device_index >= kMaxDevices) {
-    return make_error(StatusCode::kUnsupported, kMoeWhere, ": device: expected an index below ",
-                      kMaxDevices, ", got ", device_index);
-  }
-  Slot& slot = slots[static_cast<size_t>(device_index)];
-  std::call_once(slot.once, [&] {
-    slot.error = cudaFuncSetAttribute(
-        moe_mma_kernel<Traits>, cudaFuncAttributeMaxDynamicSharedMemorySize, Traits::kSmemBytes);
-  });
-  return cuda_status(kMoeWhere, slot.error);
+  return allow_shared_memory<moe_mma_kernel<Traits>>(kMoeWhere, device_index, Traits::kSmemBytes);
 }
 
 template <typename Traits>

@@ -1,48 +1,22 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <array>
 #include <cstdint>
-#include <mutex>
 
 #include "ops/attention/sm80/kernel.cuh"
 #include "ops/attention/sm80/launch.h"
 #include "ops/shared/cuda/launch.cuh"
+#include "ops/shared/cuda/shared_memory.cuh"
 
 namespace diffulex::cuda::sm80 {
 
 inline constexpr const char* kAttentionWhere = "diffulex::block_attention";
 
-/// Shared-memory limit of one kernel on each device, set once.
-template <typename Traits>
-struct AttentionSetup final {
-  static constexpr int32_t kMaxDevices = 64;
-
-  struct Slot {
-    std::once_flag once;
-    cudaError_t error = cudaSuccess;
-  };
-
-  static Slot& slot(int32_t device_index) {
-    static std::array<Slot, kMaxDevices> slots;
-    Slot& result = slots[static_cast<size_t>(device_index)];
-    std::call_once(result.once, [&] {
-      const auto kernel = attention_kernel<Traits>;
-      result.error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                          Traits::kSmemBytes);
-    });
-    return result;
-  }
-};
-
+/// Allows the kernel its shared memory, once per device.
 template <typename Traits>
 Status prepare_attention(int32_t device_index) {
-  if (device_index < 0 || device_index >= AttentionSetup<Traits>::kMaxDevices) {
-    return make_error(StatusCode::kUnsupported, kAttentionWhere,
-                      ": device: expected an index below ", AttentionSetup<Traits>::kMaxDevices,
-                      ", got ", device_index);
-  }
-  return cuda_status(kAttentionWhere, AttentionSetup<Traits>::slot(device_index).error);
+  return allow_shared_memory<attention_kernel<Traits>>(kAttentionWhere, device_index,
+                                                       Traits::kSmemBytes);
 }
 
 template <typename Traits>
