@@ -130,8 +130,13 @@ __device__ __forceinline__ void produce_dense_rows(const MoeList<Traits::kSorts>
       ptx::mbarrier_wait(smem.empty + cursor.stage * 8, cursor.parity ^ 1);
       if (ptx::elect_one()) {
         for (int row = 0; row < tile.count; row += Traits::kBoxRows) {
-          ptx::tma_load(smem.rows(cursor.stage) + row * Traits::kRowBytes, &maps.rows,
-                        smem.full + cursor.stage * 8, step * Traits::kDepth, inner + row, outer);
+#pragma unroll
+          for (int line = 0; line < Traits::kLines; ++line) {
+            ptx::tma_load(
+                smem.rows(cursor.stage) + (line * Traits::kColumns + row) * Traits::kRowBytes,
+                &maps.rows, smem.full + cursor.stage * 8,
+                step * Traits::kDepth + line * kLineElements, inner + row, outer);
+          }
         }
       }
       __syncwarp();
@@ -146,6 +151,7 @@ __device__ __forceinline__ void produce_gathered_rows(const MoeList<Traits::kSor
                                                       const MoeSmem<Traits>& smem, int thread) {
   constexpr int kRowsPerPass = kRowThreads / kChunks;
   constexpr int kBarrier = 1 + Traits::kConsumers;
+  constexpr int kUnrolled = 4 / Traits::kLines;
   const ExpertGemm& gemm = list.gemm;
   const int chunk = thread % kChunks;
   const uint8_t* base = static_cast<const uint8_t*>(gemm.rows) + chunk * 16;
@@ -163,12 +169,16 @@ __device__ __forceinline__ void produce_gathered_rows(const MoeList<Traits::kSor
     ptx::named_barrier_sync(kBarrier, kRowThreads);
     for (int step = 0; step < steps; ++step, cursor.advance()) {
       ptx::mbarrier_wait(smem.empty + cursor.stage * 8, cursor.parity ^ 1);
-      const uint8_t* column = base + step * Traits::kRowBytes;
+      const uint8_t* column = base + step * Traits::kLines * Traits::kRowBytes;
       const uint32_t target = smem.rows(cursor.stage);
-#pragma unroll 4
+#pragma unroll kUnrolled
       for (int row = thread / kChunks; row < tile.count; row += kRowsPerPass) {
-        ptx::cp_async16(target + row * Traits::kRowBytes + ((chunk ^ (row & 7)) * 16),
-                        column + sources[row] * row_bytes, true);
+#pragma unroll
+        for (int line = 0; line < Traits::kLines; ++line) {
+          const int place = line * Traits::kColumns + row;
+          ptx::cp_async16(target + place * Traits::kRowBytes + ((chunk ^ (row & 7)) * 16),
+                          column + line * Traits::kRowBytes + sources[row] * row_bytes, true);
+        }
       }
       ptx::cp_async_arrive(smem.full + cursor.stage * 8);
     }
@@ -245,7 +255,7 @@ __device__ __forceinline__ void multiply_item(const MoeSmem<Traits>& smem, int s
 template <typename Traits>
 using ConsumerEpilogue =
     std::conditional_t<Traits::kWarpsWrite, WarpEpilogue<Traits>,
-                       std::conditional_t<Traits::kIsScaled && Traits::kGateUp,
+                       std::conditional_t<kHasCodes<Traits> && Traits::kGateUp,
                                           FloatEpilogue<Traits>, MoeEpilogue<Traits>>>;
 
 /// A consumer warpgroup: looks up its tiles kTilesAhead at a time, so that none waits for its own.
@@ -315,7 +325,7 @@ class MoeConsumer final {
   __device__ __forceinline__ void multiply_groups(const MoeTile& tile, int first) {
     // Zeros, since an undefined value would keep its registers allocated throughout the loop.
     float sums[Traits::kBlocks][kGroups][4] = {};
-    if constexpr (Traits::kIsScaled) {
+    if constexpr (kHasCodes<Traits>) {
       multiply_scaled_item<Traits>(smem_, {list_.gemm, tile.expert, first, group_}, cursor_, sums);
     } else {
       multiply_item<Traits>(smem_, list_.gemm.depth / Traits::kDepth, group_, cursor_, sums);
@@ -378,7 +388,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kCtasPerSm)
       pdl_wait();
     } else {
       pdl_wait();
-      if constexpr (Traits::kIsScaled) {
+      if constexpr (kHasCodes<Traits>) {
         produce_scaled_rows<Traits>(list, maps, smem, static_cast<int>(threadIdx.x) - 32);
       } else if (is_gathered<Traits>(gemm)) {
         if constexpr (Traits::kGathers) {

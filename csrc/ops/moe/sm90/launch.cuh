@@ -70,7 +70,7 @@ TensorMapShape row_shape(const ExpertGemm& gemm) {
   const int64_t sizes[] = {gemm.depth, map.inner, is_matrix ? 1 : gemm.num_positions / map.inner};
   const int64_t strides[] = {1, map.inner_stride,
                              is_matrix ? map.inner * map.inner_stride : map.outer_stride};
-  const int32_t boxes[] = {Traits::kDepth, Traits::kBoxRows, 1};
+  const int32_t boxes[] = {Traits::kDepth / Traits::kLines, Traits::kBoxRows, 1};
   std::copy_n(sizes, 3, shape.size);
   std::copy_n(strides, 3, shape.stride);
   std::copy_n(boxes, 3, shape.box);
@@ -85,7 +85,7 @@ Status prepare_moe_tile(int32_t device_index) {
 
 template <typename Traits>
 Status launch_moe_tile(const ExpertGemm& gemm, const ExecContext& context) {
-  constexpr DType kDType = Traits::kIsScaled                                  ? DType::kF8E4M3
+  constexpr DType kDType = kHasCodes<Traits>                                  ? DType::kF8E4M3
                            : std::is_same_v<typename Traits::Element, __half> ? DType::kF16
                                                                               : DType::kBF16;
   if (Traits::kGateUp && !Traits::kGathers && gemm.gather != nullptr) {
@@ -110,51 +110,47 @@ Status launch_moe_tile(const ExpertGemm& gemm, const ExecContext& context) {
   return cuda_status(kMoeWhere, launch_dependent(moe_kernel<Traits>, shape, true, maps, gemm));
 }
 
-template <typename T, bool kGateUp>
-Status launch_moe_kind(const ExpertGemm& gemm, const ExecContext& context) {
-  switch (gemm.tile) {
-    case 16:
-      return launch_moe_tile<MoeTraits<T, 16, kGateUp>>(gemm, context);
-    case 32:
-      return launch_moe_tile<MoeTraits<T, 32, kGateUp>>(gemm, context);
-    case 64:
-      return launch_moe_tile<MoeTraits<T, 64, kGateUp>>(gemm, context);
-    case 96:
-      return launch_moe_tile<MoeTraits<T, 96, kGateUp>>(gemm, context);
-    case 128:
-      return launch_moe_tile<MoeTraits<T, 128, kGateUp>>(gemm, context);
-    case 160:
-      return launch_moe_tile<MoeTraits<T, 160, kGateUp>>(gemm, context);
-    case kMoePairTile:
-      return launch_moe_tile<MoePairTraits<T, kGateUp>>(gemm, context);
-    default:
-      return make_error(StatusCode::kNoKernel, kMoeWhere,
-                        ": tile: expected 16, 32, 64, 96, 128, 160 or ", kMoePairTile, ", got ",
-                        gemm.tile);
+/// The products of one kind: of TraitsOf<kTile>, and of those of more tiles.
+template <template <int> typename TraitsOf, int kTile, int... kMore>
+struct MoeKind final {
+  static Status launch(const ExpertGemm& gemm, const ExecContext& context) {
+    if (gemm.tile == kTile) {
+      return launch_moe_tile<TraitsOf<kTile>>(gemm, context);
+    }
+    if constexpr (sizeof...(kMore) > 0) {
+      return MoeKind<TraitsOf, kMore...>::launch(gemm, context);
+    }
+    return make_error(StatusCode::kNoKernel, kMoeWhere, ": tile: expected that of a kernel, got ",
+                      gemm.tile);
   }
-}
+  static Status prepare(int32_t device_index) {
+    DIFFULEX_RETURN_IF_ERROR(prepare_moe_tile<TraitsOf<kTile>>(device_index));
+    if constexpr (sizeof...(kMore) > 0) {
+      return MoeKind<TraitsOf, kMore...>::prepare(device_index);
+    }
+    return Status::ok_status();
+  }
+};
+
+/// Of an element type; the largest tile has clusters.
+template <typename T, bool kGateUp>
+struct HalfTraits final {
+  template <int kTile>
+  using Of = std::conditional_t<kTile == kMoePairTile, MoePairTraits<T, kGateUp>,
+                                MoeTraits<T, kTile, kGateUp>>;
+  using Kind = MoeKind<Of, 16, 32, 64, 96, 128, 160, kMoePairTile>;
+};
 
 template <typename T>
 Status launch_moe(const ExpertGemm& gemm, const ExecContext& context) {
-  return gemm.is_gate_up ? launch_moe_kind<T, true>(gemm, context)
-                         : launch_moe_kind<T, false>(gemm, context);
-}
-
-template <typename T, bool kGateUp>
-Status prepare_moe_kind(int32_t device_index) {
-  DIFFULEX_RETURN_IF_ERROR((prepare_moe_tile<MoeTraits<T, 16, kGateUp>>(device_index)));
-  DIFFULEX_RETURN_IF_ERROR((prepare_moe_tile<MoeTraits<T, 32, kGateUp>>(device_index)));
-  DIFFULEX_RETURN_IF_ERROR((prepare_moe_tile<MoeTraits<T, 64, kGateUp>>(device_index)));
-  DIFFULEX_RETURN_IF_ERROR((prepare_moe_tile<MoeTraits<T, 96, kGateUp>>(device_index)));
-  DIFFULEX_RETURN_IF_ERROR((prepare_moe_tile<MoeTraits<T, 128, kGateUp>>(device_index)));
-  DIFFULEX_RETURN_IF_ERROR((prepare_moe_tile<MoeTraits<T, 160, kGateUp>>(device_index)));
-  return prepare_moe_tile<MoePairTraits<T, kGateUp>>(device_index);
+  return gemm.is_gate_up ? HalfTraits<T, true>::Kind::launch(gemm, context)
+                         : HalfTraits<T, false>::Kind::launch(gemm, context);
 }
 
 template <typename T>
 Status prepare_moe(int32_t device_index) {
-  DIFFULEX_RETURN_IF_ERROR((prepare_moe_kind<T, true>(device_index)));
-  return prepare_moe_kind<T, false>(device_index);
+  DIFFULEX_RETURN_IF_ERROR((HalfTraits<T, true>::Kind::prepare(device_index)));
+  return HalfTraits<T, false>::Kind::prepare(device_index);
 }
 
 }  // namespace diffulex::cuda::sm90

@@ -16,6 +16,9 @@ inline constexpr int32_t kMoeMaxGatherTile = 128;
 /// Largest tile whose products sort the slots themselves.
 inline constexpr int32_t kMoeMaxSortingTile = 64;
 
+/// What a product multiplies: rows and weights of 16 bits, or both as codes (scaled_traits.cuh).
+enum class MoeOperands : int32_t { kHalves, kCodes };
+
 /// Largest tile of products of e4m3 codes.
 inline constexpr int32_t kMoeMaxScaledTile = 128;
 

@@ -23,8 +23,9 @@ struct MoeMaps {
   CUtensorMap rows;
 };
 
-inline constexpr int kRowThreads = 96;  // producer threads of gathered rows
-inline constexpr int kChunks = 8;       // 16-byte pieces of a line
+inline constexpr int kRowThreads = 96;    // producer threads of gathered rows
+inline constexpr int kChunks = 8;         // 16-byte pieces of a line
+inline constexpr int kLineElements = 64;  // of 16 bits
 
 /// Position in the ring of stages.
 template <typename Traits>
@@ -65,7 +66,7 @@ struct MoeSmem {
   __device__ __forceinline__ uint32_t rows(int stage) const {
     return weights(stage) + Traits::kWeightBytes;
   }
-  /// Scales of the positions' codes; only with kIsScaled.
+  /// Scales of the positions' codes.
   __device__ __forceinline__ uint32_t scales(int stage) const {
     return full - (Traits::kStages - stage) * Traits::kScaleBytes;
   }
@@ -155,6 +156,9 @@ class MoeWalk final {
 };
 
 template <typename Traits>
+inline constexpr bool kHasCodes = Traits::kOperands == MoeOperands::kCodes;
+
+template <typename Traits>
 __device__ __forceinline__ bool is_gathered(const ExpertGemm& gemm) {
   return Traits::kGathers && gemm.gather != nullptr;
 }
@@ -163,23 +167,25 @@ __device__ __forceinline__ bool is_gathered(const ExpertGemm& gemm) {
 template <typename Traits>
 __device__ __forceinline__ int row_bytes(const ExpertGemm& gemm, int count) {
   const int boxes = (count + Traits::kBoxRows - 1) / Traits::kBoxRows;
-  return is_gathered<Traits>(gemm) ? 0 : boxes * Traits::kBoxRows * Traits::kRowBytes;
+  const int line = boxes * Traits::kBoxRows * Traits::kRowBytes;
+  return is_gathered<Traits>(gemm) ? 0 : Traits::kLines * line;
 }
 
 /// Stages of an item. Past the depth codes are zeros.
 template <typename Traits>
 __device__ __forceinline__ int depth_steps(const ExpertGemm& gemm) {
-  return (gemm.depth + (Traits::kIsScaled ? Traits::kDepth - 1 : 0)) / Traits::kDepth;
+  return (gemm.depth + (kHasCodes<Traits> ? Traits::kDepth - 1 : 0)) / Traits::kDepth;
 }
 
 /// Arrivals that fill a stage.
 template <typename Traits>
 __device__ __forceinline__ int full_arrivals(const ExpertGemm& gemm) {
-  return Traits::kIsScaled || is_gathered<Traits>(gemm) ? 1 + kRowThreads : 1;
+  return kHasCodes<Traits> || is_gathered<Traits>(gemm) ? 1 + kRowThreads : 1;
 }
 
 /// Arrivals that empty a stage: of warps that read scales in it, or of consumers.
 template <typename Traits>
-inline constexpr int kEmptyArrivals = Traits::kConsumers * (Traits::kIsScaled ? 4 : Traits::kCtas);
+inline constexpr int kEmptyArrivals =
+    Traits::kConsumers * (Traits::kOperands == MoeOperands::kHalves ? Traits::kCtas : 4);
 
 }  // namespace diffulex::cuda::sm90
