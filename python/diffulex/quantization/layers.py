@@ -27,7 +27,8 @@ from diffulex.nn.embedding import OutputHead
 from diffulex.nn.linear import MatrixProduct
 from diffulex.nn.weights import DenseExperts, deferred_weights
 from diffulex.ops import WeightScheme, has_hopper_kernels
-from diffulex.quantization.weights import QuantizedExperts, QuantizedWeight, Shape
+from diffulex.quantization.experts import QuantizedExperts
+from diffulex.quantization.weights import QuantizedWeight, Shape
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence

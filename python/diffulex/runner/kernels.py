@@ -17,7 +17,8 @@ from diffulex.profiling.kernel_choices import (
     kernel_choices,
 )
 from diffulex.profiling.platform import Platform
-from diffulex.quantization.weights import QuantizedExperts, QuantizedWeight
+from diffulex.quantization.experts import QuantizedExperts
+from diffulex.quantization.weights import QuantizedWeight
 
 if TYPE_CHECKING:
     import torch

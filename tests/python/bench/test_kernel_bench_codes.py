@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from diffulex import ops
-from diffulex.quantization.weights import QuantizedExperts, QuantizedWeight, Shape
+from diffulex.quantization.experts import QuantizedExperts
+from diffulex.quantization.weights import QuantizedWeight, Shape
 
 SCRIPTS = Path(__file__).resolve().parents[3] / "benchmarks" / "python"
 

@@ -22,9 +22,10 @@ from diffulex.config.parse import Options
 from diffulex.engine.startup import startup_lines
 from diffulex.errors import CheckpointError, ConfigError
 from diffulex.nn.linear import Linear
+from diffulex.quantization.experts import QuantizedExperts
 from diffulex.quantization.layers import ModelQuantizer
 from diffulex.quantization.scheme import SCHEMES, QuantizationPlan
-from diffulex.quantization.weights import QuantizedExperts, QuantizedWeight
+from diffulex.quantization.weights import QuantizedWeight
 from fixtures.adapters import ALPHA, QWEN_TARGETS, RANK, AdapterBuilder
 from fixtures.checkpoints import CheckpointBuilder, tiny_config
 from fixtures.moe_families import moe_builder, moe_config

@@ -15,9 +15,10 @@ from diffulex.checkpoint.resolve import demo_dir
 from diffulex.errors import CheckpointError, ConfigError
 from diffulex.quantization import convert as module
 from diffulex.quantization.convert import convert
+from diffulex.quantization.experts import QuantizedExperts
 from diffulex.quantization.layers import ModelQuantizer, StoredQuantizer
 from diffulex.quantization.scheme import SCHEMES, QuantizationPlan
-from diffulex.quantization.weights import QuantizedExperts, QuantizedWeight
+from diffulex.quantization.weights import QuantizedWeight
 from diffulex.tools.cli import main
 from fixtures.checkpoints import CheckpointBuilder, tiny_config
 from fixtures.gemma import GemmaOracle

@@ -20,9 +20,10 @@ from diffulex.nn.linear import pack_weights
 from diffulex.nn.weights import DenseExperts, DenseWeight, PackedWeight
 from diffulex.ops import WeightScheme
 from diffulex.profiling.memory import tensor_bytes
+from diffulex.quantization.experts import QuantizedExperts, check_stackable
 from diffulex.quantization.layers import ModelQuantizer
 from diffulex.quantization.scheme import SCHEMES, QuantizationPlan
-from diffulex.quantization.weights import QuantizedExperts, QuantizedWeight, Shape, check_stackable
+from diffulex.quantization.weights import QuantizedWeight, Shape
 from fixtures.checkpoints import CheckpointBuilder, tiny_config
 from fixtures.families import DENSE_FAMILIES, family_builder
 from fixtures.gemma import GemmaOracle

@@ -13,9 +13,10 @@ from diffulex.checkpoint.auto_model import detect, load_model, random_model
 from diffulex.distributed.shard import ONE_RANK, ExpertShard, Shard
 from diffulex.errors import CheckpointError
 from diffulex.nn.linear import pack_weights
+from diffulex.quantization.experts import QuantizedExperts
 from diffulex.quantization.layers import ModelQuantizer, StoredQuantizer
 from diffulex.quantization.scheme import SCHEMES, QuantizationPlan
-from diffulex.quantization.weights import QuantizedExperts, QuantizedWeight
+from diffulex.quantization.weights import QuantizedWeight
 from fixtures.checkpoints import CheckpointBuilder, tiny_config
 from fixtures.gemma import GemmaOracle
 from fixtures.moe_families import moe_builder, moe_config

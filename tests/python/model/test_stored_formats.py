@@ -22,9 +22,10 @@ from diffulex.checkpoint.tensor_reader import TensorReader
 from diffulex.errors import CheckpointError, ConfigError
 from diffulex.nn.linear import Linear, pack_weights
 from diffulex.profiling.memory import tensor_bytes
+from diffulex.quantization.experts import QuantizedExperts
 from diffulex.quantization.layers import StoredQuantizer
 from diffulex.quantization.stored import read_stored
-from diffulex.quantization.weights import QuantizedExperts, QuantizedWeight
+from diffulex.quantization.weights import QuantizedWeight
 from fixtures.checkpoints import CheckpointBuilder, tiny_config
 from fixtures.moe_families import moe_builder, moe_config, stack_experts
 from fixtures.paged_batch import PagedRunner, Rows

@@ -15,8 +15,9 @@ from diffulex.checkpoint.auto_model import detect, load_model
 from diffulex.checkpoint.loader import find_stored, weight_table_of
 from diffulex.config.config import Config
 from diffulex.config.types import ModelFacts
+from diffulex.quantization.experts import QuantizedExperts
 from diffulex.quantization.layers import StoredQuantizer
-from diffulex.quantization.weights import QuantizedExperts, QuantizedWeight
+from diffulex.quantization.weights import QuantizedWeight
 from fixtures.checkpoints import CheckpointBuilder, tiny_config
 from fixtures.gemma import GemmaOracle, rewrite
 from fixtures.moe_families import moe_builder, moe_config
