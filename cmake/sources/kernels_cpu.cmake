@@ -22,6 +22,7 @@ set(DIFFULEX_KERNELS_COMMON_SOURCES
   csrc/ops/moe/routing_check.cpp
   csrc/ops/norm/check.cpp
   csrc/ops/quant/check.cpp
+  csrc/ops/quant/expert_tiles.cpp
   csrc/ops/quant/nibble_plan.cpp
   csrc/ops/rope/check.cpp
   csrc/ops/sampling/check.cpp

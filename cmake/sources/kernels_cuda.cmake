@@ -69,6 +69,7 @@ set(DIFFULEX_CUDA_SM90_SOURCES
   csrc/ops/moe/sm90/gather_rows.cu
   csrc/ops/moe/sm90/inst_bf16.cu
   csrc/ops/moe/sm90/inst_e4m3.cu
+  csrc/ops/quant/sm90/experts_int4.cu
   csrc/ops/quant/sm90/linear_scaled.cu
   csrc/ops/quant/sm90/linear_w4a16.cu
   csrc/ops/sampling/sm90/sample_filtered_cluster.cu

@@ -70,6 +70,15 @@ class CodedExperts:
         self.name, self.scheme = name, SCHEMES[name]
         self.w13, self.w13_scale = self._coded(layer.w13)
         self.w2, self.w2_scale = self._coded(layer.w2)
+        #: As an engine holds them.
+        self.operands = self.w13, self.w2
+        group = self.scheme.group
+        is_tileable = all(
+            ops.is_tileable(*stack.shape[1:], group) for stack in (layer.w13, layer.w2)
+        )
+        if group and is_tileable and ops.has_hopper_kernels(layer.w13.device):
+            w13, w2 = (ops.to_nibble_tiles(stack.clone()) for stack in self.operands)
+            self.operands = w13, w2
 
     def _coded(self, stack: torch.Tensor) -> tuple[torch.Tensor, ...]:
         scheme = self.scheme
@@ -144,7 +153,7 @@ def _case(layer: Layer, coded: CodedExperts, tokens: int, device: str) -> Case:
 
     def call(ids: torch.Tensor) -> None:
         ops.fused_moe(
-            x, coded.w13, coded.w2, weights, ids, w13_scale=coded.w13_scale,
+            x, *coded.operands, weights, ids, w13_scale=coded.w13_scale,
             w2_scale=coded.w2_scale, act=model.act, out=out, workspace=space,
         )  # fmt: skip
 

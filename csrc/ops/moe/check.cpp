@@ -4,6 +4,7 @@
 #include <string>
 
 #include "ops/checks.h"
+#include "ops/quant/expert_tiles.h"
 #include "ops/shared/tensor_checks.h"
 
 namespace diffulex {
@@ -184,8 +185,10 @@ Status check_moe_permute(const MoePermuteParams& params) {
   return {};
 }
 
-Status check_fused_moe(const FusedMoeParams& params) {
+Status check_fused_moe(const FusedMoeParams& given) {
   constexpr const char* kOp = "fused_moe";
+  DIFFULEX_RETURN_IF_ERROR(check_expert_tiles(kOp, given));
+  const FusedMoeParams params = in_shape_of_rows(given);
   const ArgumentCheck x_check(kOp, "x", params.x);
   DIFFULEX_RETURN_IF_ERROR(
       x_check.matches({DType::kF32, DType::kF16, DType::kBF16}, {kAnyExtent, kAnyExtent}));

@@ -14,6 +14,7 @@
 #include "ops/moe/sm90/launch.h"
 #include "ops/moe/tiles.cuh"
 #include "ops/prepare.h"
+#include "ops/quant/expert_tiles.h"
 #include "ops/shared/cuda/check_data.h"
 #include "ops/shared/cuda/launch.cuh"
 
@@ -248,7 +249,7 @@ Status fused_moe(const FusedMoeParams& params, const ExecContext& context) {
   constexpr const char* kWhere = "diffulex::fused_moe";
   DeviceGuard guard(context);
   DIFFULEX_RETURN_IF_ERROR(guard.status(kWhere));
-  if (params.w13_scale.present() && params.w13.dtype != DType::kU8) {
+  if (params.w13_scale.present() && (params.w13.dtype != DType::kU8 || has_expert_tiles(params))) {
     return fused_moe_scaled(params, context);
   }
   const auto num_local = static_cast<int32_t>(params.w13.size[0]);

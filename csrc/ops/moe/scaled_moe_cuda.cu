@@ -3,7 +3,7 @@
 // fused_moe of experts in low precision: sort the slots, quantise the rows once, gate-up product
 // with activation in float32, quantise the slots, down product, weighted sum. On Hopper products of
 // e4m3 codes sort few slots themselves, and each launch may start before the one in front of it has
-// ended.
+// ended; so do those of nibbles in tiles, whose rows stay as they are.
 #include <algorithm>
 #include <cstdint>
 
@@ -12,6 +12,7 @@
 #include "ops/moe/config.h"
 #include "ops/moe/gemm.h"
 #include "ops/moe/sm90/launch.h"
+#include "ops/quant/expert_tiles.h"
 #include "ops/quant/scaled_experts.h"
 #include "ops/shared/cuda/launch.cuh"
 
@@ -108,12 +109,12 @@ int64_t num_experts_of(const FusedMoeParams& params) {
   return params.expert_map.present() ? params.expert_map.size[0] : params.w13.size[0];
 }
 
-Status sum_slots(const ScaledCall& call, bool is_routed_before, const ExecContext& context) {
-  const FusedMoeParams& params = call.params;
+Status sum_slots(const FusedMoeParams& params, const TensorRef& slot_out, bool is_routed_before,
+                 const ExecContext& context) {
   return launch_slot_sum(
       kWhere,
-      {call.slot_out, &params.topk_weights, params.topk_ids, params.expert_map,
-       num_experts_of(params), params.w13.size[0], params.addend, params.out, is_routed_before},
+      {slot_out, &params.topk_weights, params.topk_ids, params.expert_map, num_experts_of(params),
+       params.w13.size[0], params.addend, params.out, is_routed_before},
       context);
 }
 
@@ -134,7 +135,7 @@ Status portable_experts(const ScaledCall& call, const ExecContext& context) {
       expert_args(call.inner, params.w2, params.w2_scale, call.slot_out, call.permute, 1);
   DIFFULEX_RETURN_IF_ERROR(
       launch_scaled_tiles(kWhere, down, codes, params.x.dtype, tile, call.max_tiles, context));
-  return sum_slots(call, false, context);
+  return sum_slots(params, call.slot_out, false, context);
 }
 
 /// Whether Hopper's products of codes take the call.
@@ -146,19 +147,26 @@ bool has_wgmma_experts(const FusedMoeParams& params, const ExecContext& context)
          has_moe_wgmma(DType::kF8E4M3, context.device_index);
 }
 
-/// `gemm` as the product of coded rows with experts [L, N, K].
-ExpertGemm coded_gemm(ExpertGemm gemm, const CodedRows& rows, const TensorRef& weight,
-                      const TensorRef& scale, const TensorRef& out) {
-  gemm.rows = rows.codes.data;
-  gemm.row_map = RowMap::of(rows.codes);
+/// `gemm` as the product of rows with experts [L, N, K].
+ExpertGemm gemm_of(ExpertGemm gemm, const TensorRef& rows, const TensorRef& weight,
+                   const TensorRef& out) {
+  gemm.rows = rows.data;
+  gemm.row_map = RowMap::of(rows);
   gemm.weight = weight.data;
   gemm.expert_stride = weight.stride[0];
   gemm.weight_stride = weight.stride[1];
   gemm.num_experts = static_cast<int32_t>(weight.size[0]);
-  gemm.depth = static_cast<int32_t>(weight.size[2]);
+  gemm.depth = static_cast<int32_t>(rows.size[1]);
   gemm.width = static_cast<int32_t>(out.size[1]);
   gemm.out = out.data;
   gemm.out_map = RowMap::of(out);
+  return gemm;
+}
+
+/// The same of coded rows.
+ExpertGemm coded_gemm(const ExpertGemm& shared, const CodedRows& rows, const TensorRef& weight,
+                      const TensorRef& scale, const TensorRef& out) {
+  ExpertGemm gemm = gemm_of(shared, rows.codes, weight, out);
   gemm.scales.rows = rows.scale.as<const float>();
   gemm.scales.weight = scale.as<const float>();
   gemm.scales.row_stride = rows.scale.stride[0];
@@ -168,20 +176,35 @@ ExpertGemm coded_gemm(ExpertGemm gemm, const CodedRows& rows, const TensorRef& w
   return gemm;
 }
 
+/// The same of nibbles in tiles.
+ExpertGemm nibble_gemm(const ExpertGemm& shared, const TensorRef& rows, const TensorRef& weight,
+                       const TensorRef& scale, const TensorRef& out) {
+  ExpertGemm gemm = gemm_of(shared, rows, weight, out);
+  gemm.nibbles = {scale.data, scale.stride[0], scale.stride[1],
+                  gemm.depth / static_cast<int32_t>(scale.size[1]), false};
+  return gemm;
+}
+
+/// Groups the slots, unless the products of Hopper sort them themselves.
+Status group_slots(const FusedMoeParams& params, const MoePermuteParams& permute,
+                   bool* is_sorted_inside, const ExecContext& context) {
+  *is_sorted_inside = permute.tile <= kMoeMaxSortingTile &&
+                      params.topk_ids.numel() <= kMoeMaxSortedSlots &&
+                      permute.num_local_experts <= kMoeMaxSortedExperts;
+  return *is_sorted_inside ? check_routes(kWhere, params.topk_ids, params.expert_map,
+                                          permute.num_local_experts, context)
+                           : cuda::moe_permute(permute, context);
+}
+
 /// Positions in the order of the experts: activated rows are those of positions, not of slots.
 Status wgmma_experts(const ScaledCall& call, int64_t num_rows, const ExecContext& context) {
   const FusedMoeParams& params = call.params;
   const MoePermuteParams& permute = call.permute;
-  const int32_t num_local = permute.num_local_experts;
-  const int64_t num_slots = params.topk_ids.numel();
-  const bool is_sorted_inside = permute.tile <= kMoeMaxSortingTile &&
-                                num_slots <= kMoeMaxSortedSlots &&
-                                num_local <= kMoeMaxSortedExperts;
-  DIFFULEX_RETURN_IF_ERROR(is_sorted_inside ? check_routes(kWhere, params.topk_ids,
-                                                           params.expert_map, num_local, context)
-                                            : cuda::moe_permute(permute, context));
+  bool is_sorted_inside = false;
+  DIFFULEX_RETURN_IF_ERROR(group_slots(params, permute, &is_sorted_inside, context));
   DIFFULEX_RETURN_IF_ERROR(quantize(params.x, call.x, context));
-  const bool is_streamed = is_streamed_once(permute.tile, num_rows, params.x.size[0], num_local);
+  const bool is_streamed =
+      is_streamed_once(permute.tile, num_rows, params.x.size[0], permute.num_local_experts);
   const ExpertGemm gemm = sorted_gemm(params, permute, {MoePath::kWgmma, permute.tile, is_streamed},
                                       call.max_tiles, is_sorted_inside);
   ExpertGemm gate_up = coded_gemm(gemm, call.x, params.w13, params.w13_scale, call.activated);
@@ -194,7 +217,57 @@ Status wgmma_experts(const ScaledCall& call, int64_t num_rows, const ExecContext
   down.scatter = permute.sorted_slots.as<const int32_t>();
   down.top_k = 1;
   DIFFULEX_RETURN_IF_ERROR(launch_moe_wgmma(down, DType::kF8E4M3, context));
-  return sum_slots(call, true, context);
+  return sum_slots(params, call.slot_out, true, context);
+}
+
+/// What keeps the products of nibbles from a call; nullptr: nothing.
+const char* unfit_part(const FusedMoeParams& params, const ExecContext& context) {
+  if (!has_moe_wgmma(DType::kU8, context.device_index)) {
+    return "w13: expected nibbles by row without kernels of compute capability 9.0, got tiles";
+  }
+  const bool is_aligned = is_row_aligned(params.x) && is_row_aligned(params.w13) &&
+                          is_row_aligned(params.w2) && is_row_aligned(params.w13_scale) &&
+                          is_row_aligned(params.w2_scale);
+  return is_aligned ? nullptr
+                    : "x: expected rows, weights and scales of tiles at multiples of 16 bytes, got"
+                      " others";
+}
+
+/// Experts of 4 bits whose memory has the order of tiles.
+Status tiled_experts(const FusedMoeParams& params, int64_t num_rows, const ExecContext& context) {
+  if (const char* part = unfit_part(params, context)) {
+    return make_error(StatusCode::kNoKernel, kWhere, ": ", part);
+  }
+  constexpr int32_t kTile = kMoeTiledTile;
+  const auto num_local = static_cast<int32_t>(params.w13.size[0]);
+  const auto top_k = static_cast<int32_t>(params.topk_ids.size[1]);
+  const int64_t num_tokens = params.x.size[0];
+  const int64_t num_slots = params.topk_ids.numel();
+  const int64_t hidden = params.x.size[1];
+  const int64_t width = params.w13.size[1] / 2;
+  const MoeScratch scratch =
+      fused_moe_scratch({num_tokens, top_k, num_local, hidden, width, DType::kBF16}, Device::kCuda);
+  const int64_t max_tiles = moe_max_tiles(num_slots, num_local, kTile);
+  const MoePermuteParams permute = permute_into_scratch(params, scratch, max_tiles, kTile, context);
+  bool is_sorted_inside = false;
+  DIFFULEX_RETURN_IF_ERROR(group_slots(params, permute, &is_sorted_inside, context));
+  const bool is_streamed = is_streamed_once(kTile, num_rows, num_tokens, num_local);
+  const ExpertGemm gemm = sorted_gemm(params, permute, {MoePath::kWgmma, kTile, is_streamed},
+                                      max_tiles, is_sorted_inside);
+  const TensorRef activated =
+      scratch_tensor(context, scratch.activated, DType::kBF16, num_slots, width);
+  const TensorRef slot_out =
+      scratch_tensor(context, scratch.slot_out, DType::kBF16, num_slots, hidden);
+  ExpertGemm gate_up = nibble_gemm(gemm, params.x, params.w13, params.w13_scale, activated);
+  gate_up.is_gate_up = true;
+  gate_up.gather = permute.sorted_slots.as<const int32_t>();
+  gate_up.top_k = top_k;
+  DIFFULEX_RETURN_IF_ERROR(launch_moe_wgmma(gate_up, DType::kU8, context));
+  ExpertGemm down = nibble_gemm(gemm, activated, params.w2, params.w2_scale, slot_out);
+  down.scatter = permute.sorted_slots.as<const int32_t>();
+  down.top_k = 1;
+  DIFFULEX_RETURN_IF_ERROR(launch_moe_wgmma(down, DType::kU8, context));
+  return sum_slots(params, slot_out, true, context);
 }
 
 }  // namespace
@@ -203,6 +276,9 @@ Status fused_moe_scaled(const FusedMoeParams& params, const ExecContext& context
   const auto num_local = static_cast<int32_t>(params.w13.size[0]);
   const int64_t num_rows =
       expected_local_slots(params.topk_ids.numel(), num_experts_of(params), num_local);
+  if (has_expert_tiles(params)) {
+    return tiled_experts(in_shape_of_rows(params), num_rows, context);
+  }
   if (has_wgmma_experts(params, context)) {
     const int32_t tile = std::min(
         kMoeMaxScaledTile,

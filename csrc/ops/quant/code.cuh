@@ -90,7 +90,7 @@ struct NibbleScaling final {
 
 /// The same of a scale below 2^-5, by nibbles that are read as bfloat16 where they lie. In the last
 /// eight bits of one that is otherwise empty an integer n is n 2^-133, exactly: so each pair is one
-/// fused operation with one rounding.
+/// fused operation with one rounding. A zero may have another sign.
 struct NibbleFactors final {
   __nv_bfloat162 low;    // of nibbles in the last four bits: scale 2^133
   __nv_bfloat162 high;   // of those in the four above: scale 2^129
@@ -104,7 +104,8 @@ struct NibbleFactors final {
     shift = __hmul2(both, __float2bfloat162_rn(-static_cast<float>(kInt4Zero)));
   }
 
-  __device__ __forceinline__ static bool are_finite(__nv_bfloat16 scale) {
+  /// Whether the factors of a scale are finite.
+  __device__ __forceinline__ static bool can_hold(__nv_bfloat16 scale) {
     return (__bfloat16_as_ushort(scale) & 0x7FFFU) < 0x3D00U;
   }
 

@@ -93,7 +93,7 @@ class NibbleProduct final {
       words[line][n] =
           ptx::shared_load_pair((weights + n * 8 * Traits::kWeightBytes) ^ (line * 32));
       scales[line][n] = next_[line][n];
-      are_small = are_small && NibbleFactors::are_finite(scales[line][n]);
+      are_small = are_small && NibbleFactors::can_hold(scales[line][n]);
     }
     read_scales(step + 1);
     const uint32_t rows = stage + (warp_m * Traits::kWarpRows + row) * Traits::kRowBytes;

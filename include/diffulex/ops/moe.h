@@ -69,7 +69,8 @@ struct FusedMoeParams {
   TensorRef x;             // [T, H] float, any row stride
   TensorRef w13;           // [L, 2 I, H] dtype of x, gate rows first, last dimension contiguous;
                            // with scales float8_e4m3fn or int8, and w2 as well; or two nibbles
-                           // in a byte, uint8 [L, 2 I, H / 2] and [L, H, I / 2]
+                           // in a byte, uint8 [L, 2 I, H / 2] and [L, H, I / 2], or tiles of
+                           // those (quantize.h), H and I multiples of 128, for bfloat16
   TensorRef w2;            // [L, H, I] dtype of x, last dimension contiguous
   TensorRef topk_weights;  // [T, K] float32, any row stride
   TensorRef topk_ids;      // [T, K] int32, any row stride

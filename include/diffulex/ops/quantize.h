@@ -91,7 +91,8 @@ inline constexpr int64_t kNibbleTileLanes = 32;
 inline constexpr int64_t kNibbleLaneBytes = 8;
 
 /// Arguments of `diffulex::linear_w4a16`: out = x W^T + bias with W = bf16((nibble - zero) *
-/// scale), sums float32 over ascending depth, of tiles those of up to eight parts of it; with an
+/// scale), sums float32 over ascending depth, of tiles those of up to eight parts of it, the same
+/// for all numbers of rows up to 128, and for more with ExecContext::batch_invariant; with an
 /// activation act(gate) * up of those in float32, where W holds the rows of gate, then those of up.
 /// A zero is 8 without `zeros`. With ExecContext::weights_settled tiles and scales are read before
 /// the launches in front have ended: none of them may then write those.

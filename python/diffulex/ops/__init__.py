@@ -62,6 +62,7 @@ from diffulex.ops.quantize import INT4_ZERO as INT4_ZERO
 from diffulex.ops.quantize import QUANT_GROUP as QUANT_GROUP
 from diffulex.ops.quantize import QuantizedRows as QuantizedRows
 from diffulex.ops.quantize import WeightScheme as WeightScheme
+from diffulex.ops.quantize import as_nibble_tiles as as_nibble_tiles
 from diffulex.ops.quantize import dequantize_nibbles as dequantize_nibbles
 from diffulex.ops.quantize import from_nibble_tiles as from_nibble_tiles
 from diffulex.ops.quantize import is_tileable as is_tileable

@@ -14,6 +14,7 @@ import torch
 
 from diffulex.ops.activation import Activation
 from diffulex.ops.fakes import FLOAT32, FLOATS, INT32, FakeArguments, fake
+from diffulex.ops.quantize import check_expert_tiles, expert_rows
 from diffulex.ops.workspace import (
     empty_workspace,
     fused_experts_packed_workspace_bytes,
@@ -72,13 +73,13 @@ def moe_permute(
 
 
 def new_fused_moe_workspace(x: Tensor, top_k: int, w13: Tensor) -> Tensor:
-    """Scratch for `fused_moe` of rows x [T, H] and experts w13 [L, 2 I, H], codes or of the dtype of x."""
+    """Scratch for `fused_moe` of rows x [T, H] and its experts w13."""
     needed = fused_moe_workspace_bytes(
         x.shape[0],
         top_k,
         w13.shape[0],
         x.shape[1],
-        w13.shape[1] // 2,
+        expert_rows(w13) // 2,
         str(x.dtype).removeprefix("torch."),
         x.device.type,
         w13.dtype in _CODES,
@@ -120,7 +121,8 @@ def fused_moe(
             are quantised as `quantize_rows` does: [L, 2 I] and [L, H], or of float8 [L, 2 ceil(I / 128),
             ceil(H / 128)], blocks of gate first, and [L, ceil(H / 128), ceil(I / 128)]. Of nibbles, uint8
             [L, 2 I, H / 2] and [L, H, I / 2] (CUDA only), whose rows stay as they are: bfloat16 or float32
-            [L, groups, 2 I] and [L, groups, H], groups of equal width.
+            [L, groups, 2 I] and [L, groups, H], groups of equal width; the nibbles may be what
+            `to_nibble_tiles` makes of them, H and I multiples of 128, where x and the scales are bfloat16.
         addend: [T, H] in the dtype of x or float32, added before the one rounding at the end.
         weight_on_input: the weight multiplies x instead of the result; K must be 1.
         out: memory of its own; None allocates it.
@@ -290,6 +292,10 @@ def _check_scaled_experts(
     arguments: FakeArguments, x: Tensor, w13: Tensor, w13_scale: Tensor, w2_scale: Tensor
 ) -> None:
     hidden = x.shape[-1]
+    arguments.choice("act", 2)
+    if w13.dim() == 5:
+        check_expert_tiles(arguments, x, w13, w13_scale, w2_scale)
+        return
     has_nibbles = w13.dtype == torch.uint8
     per_element = 2 if has_nibbles else 1
     arguments.check("w13", (*_CODES, torch.uint8), (None, None, hidden // per_element))
@@ -301,7 +307,6 @@ def _check_scaled_experts(
     if has_nibbles:
         _check_nibble_scales(arguments, "w13_scale", w13_scale, (num_experts, rows), hidden)
         _check_nibble_scales(arguments, "w2_scale", w2_scale, (num_experts, hidden), rows // 2)
-        arguments.choice("act", 2)
         return
     blocks, inner = -(-hidden // 128), -(-rows // 2 // 128)
     has_blocks = w13.dtype != torch.int8
@@ -309,7 +314,6 @@ def _check_scaled_experts(
     arguments.check("w13_scale", FLOAT32, (num_experts, *of_rows))
     of_rows = (blocks, inner) if has_blocks and w2_scale.dim() == 3 else (hidden,)
     arguments.check("w2_scale", FLOAT32, (num_experts, *of_rows))
-    arguments.choice("act", 2)
 
 
 @fake("fused_moe")

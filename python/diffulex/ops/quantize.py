@@ -162,33 +162,45 @@ def _row_pieces(codes: Tensor) -> range:
 
 @torch.no_grad()
 def to_nibble_tiles(codes: Tensor) -> Tensor:
-    """Nibbles [N, K / 2] as the tiles [N / 8, K / 64, 32, 8] of the product of compute capability 9.0.
+    """Nibbles [..., N, K / 2] as the tiles [..., N / 8, K / 64, 32, 8] of products of compute capability 9.0.
 
     In place: the tiles take the memory of `codes`, which is contiguous.
     """
-    rows, width = codes.shape
-    depth = 2 * width // _TILE_DEPTH
-    shape = (rows // _TILE_ROWS, depth, _TILE_LANES, _LANE_BYTES)
-    pieces = _row_pieces(codes)
+    rows = codes.view(-1, codes.shape[-1])
+    depth = 2 * rows.shape[1] // _TILE_DEPTH
+    pieces = _row_pieces(rows)
     for first in pieces:
-        piece = codes[first : first + pieces.step]
+        piece = rows[first : first + pieces.step]
         # Rows, tiles of columns, two words, two halves of a word, two pairs, four lanes.
         pairs = piece.view(-1, _TILE_ROWS, depth, 2, 2, 2, 4)
         both = torch.stack((pairs & 15, pairs >> 4), -1)
         low, high = both.unbind(5)
         tiled = (low | high << 4).permute(0, 2, 1, 5, 3, 6, 4)
         piece.copy_(tiled.reshape(piece.shape))
-    return codes.view(shape)
+    return as_nibble_tiles(codes)
+
+
+def as_nibble_tiles(codes: Tensor) -> Tensor:
+    """The memory of nibbles [..., N, K / 2] whose order is that of tiles already, in the shape of tiles."""
+    rows, width = codes.shape[-2:]
+    lines = 2 * width // _TILE_DEPTH
+    return codes.view(*codes.shape[:-2], rows // _TILE_ROWS, lines, _TILE_LANES, _LANE_BYTES)
+
+
+def expert_rows(weight: Tensor) -> int:
+    """N of experts [L, N, K], or of the tiles of those."""
+    return weight.shape[1] * (_TILE_ROWS if weight.dim() == 5 else 1)
 
 
 @torch.no_grad()
 def from_nibble_tiles(tiles: Tensor) -> Tensor:
-    """The nibbles [N, K / 2] that `to_nibble_tiles` was given, in the memory of the tiles."""
-    rows, depth = tiles.shape[0] * _TILE_ROWS, tiles.shape[1]
-    codes = tiles.view(rows, depth * _TILE_DEPTH // 2)
-    pieces = _row_pieces(codes)
+    """The nibbles [..., N, K / 2] that `to_nibble_tiles` was given, in the memory of the tiles."""
+    height, depth = tiles.shape[-4] * _TILE_ROWS, tiles.shape[-3]
+    codes = tiles.view(*tiles.shape[:-4], height, depth * _TILE_DEPTH // 2)
+    rows = codes.view(-1, codes.shape[-1])
+    pieces = _row_pieces(rows)
     for first in pieces:
-        piece = codes[first : first + pieces.step]
+        piece = rows[first : first + pieces.step]
         lanes = piece.view(-1, depth, _TILE_ROWS, 4, 2, 2, 2).permute(0, 2, 1, 4, 6, 3, 5)
         both = torch.stack((lanes & 15, lanes >> 4), 5)
         piece.copy_((both[..., 0] | both[..., 1] << 4).reshape(piece.shape))
@@ -234,8 +246,10 @@ def linear_w4a16(
     On the CPU, the nibbles may be what `pack_panels` makes of them; on compute capability 9.0, where
     `is_tileable` and x and `out` are bfloat16, what `to_nibble_tiles` does.
     W = bf16((nibble - zero) * scale) with scales (bfloat16 or float32) and zeros (uint8; 8 without) of
-    [K / group, N]; with tiles either scales of bfloat16 alone, or of float32 and zeros of bfloat16. With `act` (on CUDA: and tiles) and no bias out [T, N / 2] = act(gate) * up, where W holds
-    the rows of gate, then those of up.
+    [K / group, N]; with tiles either scales of bfloat16 alone, or of float32 and zeros of bfloat16, and
+    sums in an order that is the same up to 128 rows, and for more inside `batch_invariant`. With `act`
+    (on CUDA: and tiles) and no bias out [T, N / 2] = act(gate) * up, where W holds the rows of gate, then
+    those of up.
     """
     number = -1 if act is None else int(act)
     torch.ops.diffulex.linear_w4a16(x, weight, scales, zeros, bias, out, group=group, act=number)
@@ -389,6 +403,32 @@ def _check_tiles(arguments: FakeArguments, columns: int, depth: int, group: int)
     arguments.require("group", group in _TILED_GROUPS, "32, 64 or 128 with tiles", group)
     shape = columns // _TILE_ROWS, depth // _TILE_DEPTH, _TILE_LANES, _LANE_BYTES
     arguments.check("weight", UINT8, shape)
+
+
+def check_expert_tiles(
+    arguments: FakeArguments, x: Tensor, w13: Tensor, w13_scale: Tensor, w2_scale: Tensor
+) -> None:
+    """What `fused_moe` checks of experts in tiles [L, N / 8, K / 64, 32, 8] and of their scales."""
+    arguments.check("x", (torch.bfloat16,), (None, None))
+    hidden = x.shape[1]
+    lanes = _TILE_LANES, _LANE_BYTES
+    arguments.check("w13", UINT8, (None, None, _ceil(hidden, _TILE_DEPTH), *lanes))
+    num_experts, width = w13.shape[0], w13.shape[1] * _TILE_ROWS // 2
+    is_whole = hidden % _TILED_DEPTH == 0 and width % _TILED_DEPTH == 0
+    wanted = "tiles of multiples of 128 rows and columns"
+    arguments.require("w13", is_whole, wanted, list(w13.shape))
+    shape = num_experts, hidden // _TILE_ROWS, width // _TILE_DEPTH
+    arguments.check("w2", UINT8, (*shape, *lanes))
+    for name, scale, rows, depth in (
+        ("w13_scale", w13_scale, 2 * width, hidden),
+        ("w2_scale", w2_scale, hidden, width),
+    ):
+        arguments.check(name, (torch.bfloat16,), (num_experts, None, rows))
+        groups = scale.shape[1]
+        fits = groups > 0 and depth % groups == 0 and depth // groups in _TILED_GROUPS
+        arguments.require(
+            name, fits, "groups of 32, 64 or 128 columns with tiles", list(scale.shape)
+        )
 
 
 def _check_nibble_scales(

@@ -49,7 +49,7 @@ class KernelChoice(NamedTuple):
 
 
 class CodedProducts(NamedTuple):
-    """Matrices in low precision, routed experts left out.
+    """Matrices in low precision, or routed experts of layers.
 
     Attributes:
         num_unfit: how many have a form that no Hopper product takes.
@@ -71,7 +71,7 @@ class OpShapes(NamedTuple):
         is_batch_invariant: no kernel is chosen by the number of rows.
         has_cached_codes: keys and values are cached as e4m3 codes.
         coded: the matrices in low precision, by scheme.
-        expert_scheme: that of routed experts; None: they have the dtype.
+        coded_experts: routed experts in low precision; None: they have the dtype.
         has_dense: some matrices have the dtype.
     """
 
@@ -82,7 +82,7 @@ class OpShapes(NamedTuple):
     is_batch_invariant: bool = False
     has_cached_codes: bool = False
     coded: tuple[CodedProducts, ...] = ()
-    expert_scheme: str | None = None
+    coded_experts: CodedProducts | None = None
     has_dense: bool = True
 
 
@@ -94,9 +94,9 @@ def kernel_choices(platform: Platform, shapes: OpShapes) -> list[KernelChoice]:
     if shapes.has_dense:
         choices.append(_products(platform, shapes))
     choices += [_coded_products(platform, shapes, coded) for coded in shapes.coded]
-    if shapes.experts is not None and shapes.expert_scheme is not None:
-        scheme = shapes.expert_scheme
-        choices.append(_coded_experts(platform, shapes.dtype, scheme, shapes.experts))
+    if shapes.experts is not None and shapes.coded_experts is not None:
+        coded = shapes.coded_experts
+        choices.append(_coded_experts(platform, shapes.dtype, coded, shapes.experts))
     elif shapes.experts is not None:
         choices.append(_experts(platform, shapes.dtype, shapes.experts))
     choices.append(KernelChoice("other ops", "CUDA", "one kernel each"))
@@ -113,7 +113,9 @@ def _cpu_choices(platform: Platform, shapes: OpShapes) -> list[KernelChoice]:
         reason = f"the build has no {_ISA_NAMES[platform.isa]} kernels"
     choices = [KernelChoice("ops", f"CPU {_ISA_NAMES[isa]}", reason, is_fast)]
     schemes = dict.fromkeys(coded.scheme for coded in shapes.coded)
-    for scheme in (schemes | {shapes.expert_scheme: None}) if shapes.expert_scheme else schemes:
+    if shapes.coded_experts is not None:
+        schemes[shapes.coded_experts.scheme] = None
+    for scheme in schemes:
         by, how = _ISA_NAMES[isa], "codes widened to float32"
         if scheme == "int8":
             by, how = _byte_kernel(platform, isa), "sums of integers"
@@ -231,10 +233,16 @@ def _unfit_reason(platform: Platform, scheme: str, dtype: str, schemes: Sequence
 
 
 def _coded_experts(
-    platform: Platform, dtype: str, scheme: str, sizes: tuple[int, int]
+    platform: Platform, dtype: str, coded: CodedProducts, sizes: tuple[int, int]
 ) -> KernelChoice:
-    reason = _unfit_reason(platform, scheme, dtype, ("fp8", "fp8_block"))
-    if not reason and any(size % _E4M3_MULTIPLE for size in sizes):
+    scheme = coded.scheme
+    reason = _unfit_reason(platform, scheme, dtype, ("fp8", "fp8_block", "int4"))
+    if not reason and scheme == "int4" and coded.num_unfit:
+        reason = (
+            f"{coded.num_unfit} of {coded.num_matrices} layers have a form that Hopper's does not"
+            " take"
+        )
+    elif not reason and any(size % _E4M3_MULTIPLE for size in sizes):
         reason = (
             f"the Hopper kernel takes multiples of {_E4M3_MULTIPLE}, got {sizes[0]} x {sizes[1]}"
         )

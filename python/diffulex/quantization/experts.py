@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -16,36 +16,46 @@ from diffulex.quantization.weights import QuantizedWeight
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from typing_extensions import Self
-
     from diffulex.nn.weights import ExpertFormat
 
 __all__ = ["QuantizedExperts", "check_stackable"]
 
 
-class _Stack(NamedTuple):
-    """Codes [L, N, K], or nibbles, and scales of the matrices of L experts, which are views of them."""
+class _Stack:
+    """Codes [L, N, K], or nibbles, and scales of the matrices of L experts, which are views of them.
 
-    codes: torch.Tensor
-    scale: torch.Tensor
+    Args:
+        weights: the matrices, which have no memory, or no values yet.
+        has_tiles: nibbles are multiplied in tiles, whose order they have while the matrices are packed.
+    """
 
-    @classmethod
-    def of(cls, weights: Sequence[QuantizedWeight], device: torch.device | str) -> Self:
-        """Memory for matrices that have none, or no values yet."""
+    __slots__ = ("codes", "has_tiles", "is_packed", "scale")
+
+    def __init__(
+        self, weights: Sequence[QuantizedWeight], device: torch.device | str, has_tiles: bool
+    ) -> None:
+        self.has_tiles, self.is_packed = has_tiles, False
         parts = weights[0].parts
         first, count = parts[0], len(weights)
         # Scales of int4 have groups of columns in front of rows.
         dim = 1 if first.scheme == WeightScheme.INT4 else 0
         rows = [part.scale.size(dim) for part in parts]
         shape = (count, weights[0].num_rows, first.codes.size(1))
-        codes = first.codes.new_empty(shape, device=device)
+        self.codes = first.codes.new_empty(shape, device=device)
         sizes = list(first.scale.shape)
         sizes[dim] = sum(rows)
-        scale = first.scale.new_empty((count, *sizes), device=device)
-        for weight, its_codes, its_scale in zip(weights, codes, scale, strict=True):
-            for part, of_part in zip(weight.parts, its_scale.split(rows, dim), strict=True):
-                part.place_in(its_codes[part.rows], of_part)
-        return cls(codes, scale)
+        self.scale = first.scale.new_empty((count, *sizes), device=device)
+        for weight, codes, scale in zip(weights, self.codes, self.scale, strict=True):
+            for part, of_part in zip(weight.parts, scale.split(rows, dim), strict=True):
+                part.place_in(codes[part.rows], of_part, has_tiles, self._await_packing)
+
+    def _await_packing(self) -> None:
+        self.is_packed = False
+
+    @property
+    def operand(self) -> torch.Tensor:
+        """The codes as products take them."""
+        return ops.as_nibble_tiles(self.codes) if self.has_tiles else self.codes
 
 
 def _check_nibbles(weights: Sequence[QuantizedWeight]) -> None:
@@ -108,16 +118,39 @@ class QuantizedExperts:
         self._stacks: tuple[_Stack, _Stack] | None = None
         if self.are_stacked(device):
             check_stackable(self.w13, self.w2)
-            self._stacks = _Stack.of(self.w13, device), _Stack.of(self.w2, device)
+            has_tiles = self._have_tiles(device)
+            self._stacks = (
+                _Stack(self.w13, device, has_tiles),
+                _Stack(self.w2, device, has_tiles),
+            )
+
+    @property
+    def scheme(self) -> WeightScheme:
+        return self.w13[0].scheme
+
+    @property
+    def suits_hopper(self) -> bool:
+        """Whether products of compute capability 9.0 take the stacks; they are for int4 in tiles and e4m3."""
+        if self.scheme != WeightScheme.INT4:
+            return all(weight.suits_hopper for weight in (*self.w13, *self.w2))
+        return self._stacks is not None and self._stacks[0].has_tiles
 
     @staticmethod
     def are_stacked(device: torch.device | str) -> bool:
         """Whether the kernels of a device take stacks."""
         return torch.device(device).type == "cuda"
 
+    def _have_tiles(self, device: torch.device | str) -> bool:
+        """Whether the kernels of a device take stacks of these in tiles."""
+        parts = [part for weight in (*self.w13, *self.w2) for part in weight.parts]
+        are_tileable = all(part.is_tileable and not part.shape.has_exact_scale for part in parts)
+        return are_tileable and ops.has_hopper_kernels(torch.device(device))
+
     def packed(self) -> ExpertFormat:
         for weight in (*self.w13, *self.w2):
             weight.packed()
+        for stack in self._stacks or ():
+            stack.is_packed = True
         return self
 
     @property
@@ -126,7 +159,7 @@ class QuantizedExperts:
 
     def new_workspace(self, like: torch.Tensor, top_k: int) -> torch.Tensor:
         if self._stacks is not None:
-            return ops.new_fused_moe_workspace(like, top_k, self._stacks[0].codes)
+            return ops.new_fused_moe_workspace(like, top_k, self._stacks[0].operand)
         return like.new_empty(0, dtype=torch.uint8)
 
     def product(
@@ -147,10 +180,12 @@ class QuantizedExperts:
             routing = routing._replace(ids=here)
         if self._stacks is not None:
             w13, w2 = self._stacks
+            if not (w13.is_packed and w2.is_packed):
+                self.packed()
             return ops.fused_moe(
                 x,
-                w13.codes,
-                w2.codes,
+                w13.operand,
+                w2.operand,
                 *routing,
                 w13_scale=w13.scale,
                 w2_scale=w2.scale,

@@ -15,7 +15,7 @@ from diffulex.ops import WeightScheme
 from diffulex.quantization import vendor
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from diffulex.nn.weights import WeightFormat
 
@@ -44,9 +44,11 @@ class _Part:
     """Consecutive rows of a weight, whose blocks begin with them."""
 
     __slots__ = (
+        "before_write",
         "codes",
         "depth",
         "has_tiles",
+        "is_tileable",
         "order",
         "rows",
         "scale",
@@ -69,9 +71,10 @@ class _Part:
         self.shape = shape
         codes, scale = ops.weight_parts(shape.rows, depth, scheme, shape.group)
         is_tileable = scheme == WeightScheme.INT4 and dtype == torch.bfloat16
-        is_tileable &= ops.is_tileable(shape.rows, depth, shape.group)
+        #: Whether compute capability 9.0 would multiply tiles.
+        self.is_tileable = is_tileable and ops.is_tileable(shape.rows, depth, shape.group)
         #: Whether products take tiles.
-        self.has_tiles = is_tileable and ops.has_hopper_kernels(device)
+        self.has_tiles = self.is_tileable and ops.has_hopper_kernels(device)
         # Beside tiles are scales of bfloat16 alone, or of float32 with zero points of bfloat16.
         is_paired = self.has_tiles and (shape.has_exact_scale or shape.has_zeros)
         of_scale = torch.float32 if shape.has_exact_scale or is_paired else scale[1]
@@ -83,6 +86,8 @@ class _Part:
             self.zeros = torch.full(scale[0], ops.INT4_ZERO, dtype=of_zeros, device=memory)
         #: Of the columns; None: as they are.
         self.order: torch.Tensor | None = None
+        #: Called before rows are written, where a stack has its memory.
+        self.before_write: Callable[[], None] | None = None
 
     @property
     def nbytes(self) -> int:
@@ -112,9 +117,16 @@ class _Part:
         if stored.order is not None:
             self.order = stored.order.to(self.codes.device)
 
-    def place_in(self, codes: torch.Tensor, scale: torch.Tensor) -> None:
-        """Takes other memory for what will be written, in rows; it was made without tiles."""
-        self.codes, self.scale = codes, scale
+    def place_in(
+        self,
+        codes: torch.Tensor,
+        scale: torch.Tensor,
+        has_tiles: bool,
+        before_write: Callable[[], None],
+    ) -> None:
+        """Takes memory of a stack for what will be written, in rows; it was made without tiles."""
+        self.codes, self.scale, self.has_tiles = codes, scale, has_tiles
+        self.before_write = before_write
 
     def _of_rows(self, scale: torch.Tensor, first: int, last: int) -> torch.Tensor:
         if self.scheme == WeightScheme.INT4:
@@ -150,6 +162,8 @@ class _Part:
         """Gives the codes the form of rows once more, after products; tiles keep their memory, which
         captured graphs read."""
         is_tiled = self.has_tiles and self.codes.dim() == 4
+        if self.before_write is not None:
+            self.before_write()
         self.codes = ops.from_nibble_tiles(self.codes) if is_tiled else self.row_major()
 
     @property

@@ -36,7 +36,8 @@ def choices_of(config: Config, device: torch.device, model: object) -> list[Kern
     counts = Counter(weight.scheme for weight in held)
     unfit = Counter(weight.scheme for weight in held if not weight.suits_hopper)
     experts = (getattr(module, "matrices", None) for module in modules)
-    of_experts = [each.w13[0].scheme for each in experts if isinstance(each, QuantizedExperts)]
+    coded = [each for each in experts if isinstance(each, QuantizedExperts)]
+    unfit_experts = sum(not each.suits_hopper for each in coded)
     spec, moe = config.model.spec, config.model.spec.moe
     shapes = OpShapes(
         config.model.dtype,
@@ -46,7 +47,7 @@ def choices_of(config: Config, device: torch.device, model: object) -> list[Kern
         config.kernel.batch_invariant,
         config.cache.kv_cache_dtype != "auto",
         tuple(CodedProducts(s.name.lower(), n, unfit[s]) for s, n in counts.items()),
-        of_experts[0].name.lower() if of_experts else None,
+        CodedProducts(coded[0].scheme.name.lower(), len(coded), unfit_experts) if coded else None,
         len(held) < len(formats) or not modules,
     )
     has_hopper = has_hopper_kernels(device)

@@ -50,6 +50,10 @@ class ExpertLayer:
     w2: torch.Tensor
     w2_scale: torch.Tensor
 
+    @property
+    def hidden(self) -> int:
+        return self.w2.shape[1]
+
     def gate_up(self, expert: int) -> torch.Tensor:
         """Its weights in float64."""
         raise NotImplementedError
@@ -158,7 +162,7 @@ class ExpertLayer:
         """
 
         def chain(count: int) -> Callable[[], torch.Tensor]:
-            first = normal(count, self.w2.shape[1]).bfloat16()
+            first = normal(count, self.hidden).bfloat16()
             weights, ids = routes(count, self.w13.shape[0], top_k)
             weights /= weights.sum(1, keepdim=True)
             space = ops.new_fused_moe_workspace(first, top_k, self.w13)

@@ -8,16 +8,26 @@ cores do not take, float32 rows and float32 scales have a kernel without them.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import pytest
 import torch
 
 from diffulex import ops
-from diffulex.ops import WeightScheme
-from expert_layers import ExpertLayer, normal, routes, surrounded
+from expert_layers import normal, routes, surrounded
+from nibble_layers import (
+    BF16,
+    EXPONENTS,
+    F16,
+    F32,
+    NibbleLayer,
+    TiledLayer,
+    assert_near,
+    dequantised,
+    random_scales,
+    rows_of,
+)
 
-BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 #: Hidden size, width and columns of a scale in both, 0: a row.
 SIZES = [
     (2048, 512, 128, 128),
@@ -32,63 +42,10 @@ SIZES = [
 ]
 #: With eight experts and two slots a token, of each tile height at least one.
 TOKENS = (1, 16, 20, 64, 100, 130, 300, 1000)
-#: Of a row and of all rows: what rounding activated values, slots and sums may move.
-BOUNDS = {BF16: (0.015, 0.005), F16: (0.002, 0.0008), F32: (2e-5, 5e-6)}
-
-
-def dequantised(codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """bf16((q - 8) s) of one expert, in float64."""
-    nibbles = torch.stack([codes & 15, codes >> 4], -1).flatten(1)
-    wide = scale.float().T.repeat_interleave(nibbles.shape[1] // len(scale), 1)
-    return ((nibbles.float() - 8) * wide).bfloat16().double()
-
-
-@dataclass(frozen=True, slots=True)
-class NibbleLayer(ExpertLayer):
-    @staticmethod
-    def random(
-        num_experts: int, hidden: int, width: int, group: int = 0, inner: int = 0
-    ) -> NibbleLayer:
-        def stack(
-            rows: int, depth: int, group: int, seed: int
-        ) -> tuple[torch.Tensor, torch.Tensor]:
-            made = [
-                ops.quantize_weight(
-                    normal(rows, depth, seed=seed + expert) * depth**-0.5,
-                    WeightScheme.INT4,
-                    group=group,
-                )
-                for expert in range(num_experts)
-            ]
-            codes, scales = zip(*made, strict=True)
-            return surrounded(torch.stack(codes), 0xFF), surrounded(torch.stack(scales), 0xFF)
-
-        return NibbleLayer(*stack(2 * width, hidden, group, 0), *stack(hidden, width, inner, 100))
-
-    def gate_up(self, expert: int) -> torch.Tensor:
-        return dequantised(self.w13[expert], self.w13_scale[expert])
-
-    def down(self, expert: int) -> torch.Tensor:
-        return dequantised(self.w2[expert], self.w2_scale[expert])
-
-    def read(self, rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        return rows.to(dtype).double()
-
-
-def rows_of(tokens: int, hidden: int, dtype: torch.dtype) -> torch.Tensor:
-    """Rows between others of NaN, at multiples of 16 bytes."""
-    whole = torch.full((tokens + 2, hidden + 24), torch.nan, dtype=dtype, device="cuda")
-    whole[1:-1, 16 : 16 + hidden] = normal(tokens, hidden)
-    return whole[1:-1, 16 : 16 + hidden]
-
-
-def assert_near(found: torch.Tensor, want: torch.Tensor) -> None:
-    of_row, of_all = BOUNDS[found.dtype]
-    assert found.isfinite().all()
-    distance = (found.double() - want).norm(dim=1)
-    assert (distance <= of_row * want.norm(dim=1)).all()
-    if len(found) > 10:
-        assert distance.norm() <= of_all * want.norm()
+#: Layers by row, and in tiles, whose rows are bfloat16.
+KINDS = pytest.mark.parametrize(
+    ("kind", "dtype"), [(NibbleLayer, BF16), (NibbleLayer, F16), (TiledLayer, BF16)]
+)
 
 
 @pytest.mark.cuda
@@ -125,10 +82,10 @@ def test_scales_that_bfloat16_does_not_hold(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("dtype", [BF16, F16])
-def test_experts_elsewhere_and_none(dtype: torch.dtype) -> None:
+@KINDS
+def test_experts_elsewhere_and_none(kind: type[NibbleLayer], dtype: torch.dtype) -> None:
     """Four of ten experts are here, and one of them has no slot; an addend joins the sum."""
-    layer = NibbleLayer.random(4, 1024, 256, 128, 64)
+    layer = kind.random(4, 1024, 256, 128, 64)
     expert_map = torch.tensor([-1, 2, -1, 0, -1, -1, 3, -1, -1, 1], dtype=torch.int32).cuda()
     for tokens in (*TOKENS, 5000):
         x = rows_of(tokens, 1024, dtype)
@@ -144,9 +101,10 @@ def test_experts_elsewhere_and_none(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.cuda
+@pytest.mark.parametrize(("kind", "width"), [(NibbleLayer, 704), (TiledLayer, 640)])
 @pytest.mark.parametrize("tokens", [1, 31, 300, 2500])
-def test_one_expert_has_all_slots(tokens: int) -> None:
-    layer = NibbleLayer.random(5, 512, 704, 128, 64)
+def test_one_expert_has_all_slots(tokens: int, kind: type[NibbleLayer], width: int) -> None:
+    layer = kind.random(5, 512, width, 128, 64)
     x = rows_of(tokens, 512, BF16)
     ids = torch.full((tokens, 1), 3, dtype=torch.int32, device="cuda")
     weights = torch.ones(tokens, 1, device="cuda")
@@ -154,10 +112,12 @@ def test_one_expert_has_all_slots(tokens: int) -> None:
 
 
 @pytest.mark.cuda
-def test_many_tokens() -> None:
-    layer = NibbleLayer.random(64, 2048, 512, 128, 128)
-    x = rows_of(8192, 2048, BF16)
-    weights, ids = routes(8192, 64, 8)
+@pytest.mark.parametrize("kind", [NibbleLayer, TiledLayer])
+@pytest.mark.parametrize("tokens", [24, 160, 8192])
+def test_many_experts(tokens: int, kind: type[NibbleLayer]) -> None:
+    layer = kind.random(64, 2048, 512, 128, 128)
+    x = rows_of(tokens, 2048, BF16)
+    weights, ids = routes(tokens, 64, 8)
     found = layer.run(x, weights, ids)
     assert_near(found, layer.exact(x, weights, ids))
     for _ in range(5):
@@ -165,11 +125,21 @@ def test_many_tokens() -> None:
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("dtype", [BF16, F16])
-@pytest.mark.parametrize(("hidden", "width"), [(2048, 512), (4096, 704), (144, 48)])
-def test_a_token_does_not_depend_on_the_others(dtype: torch.dtype, hidden: int, width: int) -> None:
-    """Nor on how many there are: all tile heights sum in one order. Ten times the same bits."""
-    layer = NibbleLayer.random(8, hidden, width, 16, 16)
+@pytest.mark.parametrize("factor", [1, 4])
+@pytest.mark.parametrize(
+    ("kind", "dtype", "sizes"),
+    [
+        *((NibbleLayer, dtype, (*size, 16)) for dtype in (BF16, F16)
+          for size in ((2048, 512), (4096, 704), (144, 48))),
+        *((TiledLayer, BF16, (2048, 512, group)) for group in (32, 64, 128)),
+    ],
+)  # fmt: skip
+def test_a_token_does_not_depend_on_the_others(
+    kind: type[NibbleLayer], dtype: torch.dtype, sizes: tuple[int, int, int], factor: float
+) -> None:
+    """Nor on how many there are: all tile heights and widths sum in one order. Ten times the same bits."""
+    hidden, width, group = sizes
+    layer = kind.random(8, hidden, width, group, group).scaled(factor)
     x = rows_of(1000, hidden, dtype)
     weights, ids = routes(1000, 8, 2)
     whole = layer.run(x, weights, ids)
@@ -182,16 +152,16 @@ def test_a_token_does_not_depend_on_the_others(dtype: torch.dtype, hidden: int, 
 
 
 @pytest.mark.cuda
+@EXPONENTS
 @pytest.mark.parametrize("dtype", [BF16, F16])
-def test_weights_are_those_of_the_definition_bit_for_bit(dtype: torch.dtype) -> None:
-    """Rows of one 1 and a gate of 64, of which silu is 64: up and down are read off, one column each.
-
-    Scales between 2^-4 and 2 and of any fraction: with float16 rows every weight is one of them.
-    """
+def test_weights_are_those_of_the_definition_bit_for_bit(
+    dtype: torch.dtype, low: float, high: float
+) -> None:
+    """Rows of one 1 and a gate of 64, of which silu is 64: up and down are read off, one column each."""
     hidden, width = 256, 96
     layer = NibbleLayer.random(1, hidden, width, 32, 32)
     for scale in (layer.w13_scale, layer.w2_scale):
-        scale.copy_(torch.exp2(5 * torch.rand(scale.shape, device="cuda") - 4))
+        scale.copy_(random_scales(scale, low, high))
     layer.w13[:, :width] = 0xCC  # 4
     layer.w13_scale[:, :, :width] = 16
     # One up row at a time reaches the down product.
@@ -210,17 +180,18 @@ def test_weights_are_those_of_the_definition_bit_for_bit(dtype: torch.dtype) -> 
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("dtype", [BF16, F16])
-def test_layers_of_a_captured_graph(dtype: torch.dtype) -> None:
-    layer = NibbleLayer.random(16, 1024, 512, 128, 64)
+@KINDS
+def test_layers_of_a_captured_graph(kind: type[NibbleLayer], dtype: torch.dtype) -> None:
+    layer = kind.random(16, 1024, 512, 128, 64)
     for tokens in (8, 40, 400):
         layer.check_captured_chain(rows_of(tokens, 1024, dtype), 4)
 
 
 @pytest.mark.cuda
+@pytest.mark.parametrize("kind", [NibbleLayer, TiledLayer])
 @pytest.mark.parametrize("tokens", [8, 400])
-def test_layers_of_two_streams(tokens: int) -> None:
-    NibbleLayer.random(16, 1024, 512, 128, 64).check_two_streams(tokens, 4)
+def test_layers_of_two_streams(tokens: int, kind: type[NibbleLayer]) -> None:
+    kind.random(16, 1024, 512, 128, 64).check_two_streams(tokens, 4)
 
 
 ERRORS: list[tuple[str, Callable[[torch.Tensor], torch.Tensor], str]] = [

@@ -38,11 +38,11 @@ def test_a_hopper_device() -> None:
 def coded(scheme: str, **shapes: Any) -> OpShapes:
     unfit = shapes.pop("num_unfit", 0)
     products = (CodedProducts(scheme, 36, unfit),)
-    return BF16._replace(coded=products, expert_scheme=scheme, **shapes)
+    return BF16._replace(coded=products, coded_experts=CodedProducts(scheme, 36, unfit), **shapes)
 
 
 LIMITED = dataclasses.replace(H200, has_hopper=False, is_limited=True)
-HOPPER_ONLY = "Hopper kernels are for the dtype, fp8, fp8_block"
+HOPPER_ONLY = "Hopper kernels are for the dtype, fp8, fp8_block, int4"
 
 
 @pytest.mark.parametrize(
@@ -74,13 +74,13 @@ HOPPER_ONLY = "Hopper kernels are for the dtype, fp8, fp8_block"
         ),
         (
             H200, "int8", {},
-            ("linear_scaled, portable", f"{HOPPER_ONLY}, int4", False),
+            ("linear_scaled, portable", HOPPER_ONLY, False),
             ("int8, portable", HOPPER_ONLY, False),
         ),
         (
             H200, "int4", {},
             ("linear_w4a16, Hopper sm_90; cuBLAS", "by rows and size", True),
-            ("int4, portable", HOPPER_ONLY, False),
+            ("int4, Hopper sm_90", "compute capability 9.0", True),
         ),
         (
             H200, "int4", {"num_unfit": 36},
@@ -89,12 +89,12 @@ HOPPER_ONLY = "Hopper kernels are for the dtype, fp8, fp8_block"
                 "36 of 36 have a form that Hopper's does not take",
                 False,
             ),
-            ("int4, portable", HOPPER_ONLY, False),
+            ("int4, portable", "36 of 36 layers have a form that Hopper's does not take", False),
         ),
         (
             H200, "int4", {"dtype": "float16"},
             ("linear_w4a16, portable", "the Hopper kernel is for bfloat16, got float16", False),
-            ("int4, portable", HOPPER_ONLY, False),
+            ("int4, portable", "the Hopper kernel is for bfloat16, got float16", False),
         ),
         (
             LIMITED, "fp8", {},
@@ -235,7 +235,7 @@ def test_low_precision_on_processors(
 ) -> None:
     found_here = {"isa": isa, "isa_variants": variants, "byte_variants": ("v4n", "dot")}
     machine = dataclasses.replace(CPU, **found_here)
-    shapes = OpShapes("float32", (64,), 32, expert_scheme=scheme)
+    shapes = OpShapes("float32", (64,), 32, coded_experts=CodedProducts(scheme))
     found = said(machine, shapes)
     assert found[f"{scheme} products"][0] == kernel
     assert found[f"{scheme} products"][1].startswith(f"{how}; ")

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Which of the Hopper expert products exist here: all of them, or those of bfloat16 and e4m3 codes
-// in the minimal profile.
+// Which of the Hopper expert products exist here: all of them, or those of bfloat16, e4m3 codes and
+// nibbles in the minimal profile.
 #include "ops/moe/sm90/launch.h"
 #include "ops/shared/cuda/hopper.h"
 
@@ -17,8 +17,8 @@ constexpr bool kHasF16 = true;
 }  // namespace
 
 bool has_moe_wgmma(DType dtype, int32_t device_index) {
-  const bool has_dtype =
-      dtype == DType::kBF16 || dtype == DType::kF8E4M3 || (kHasF16 && dtype == DType::kF16);
+  const bool has_dtype = dtype == DType::kBF16 || dtype == DType::kF8E4M3 || dtype == DType::kU8 ||
+                         (kHasF16 && dtype == DType::kF16);
   return has_dtype && is_hopper_device(device_index);
 }
 
@@ -34,9 +34,13 @@ Status launch_moe_wgmma(const ExpertGemm& gemm, DType dtype, const ExecContext& 
   if (dtype == DType::kF8E4M3) {
     return sm90::launch_moe_e4m3(gemm, context);
   }
-  return make_error(StatusCode::kNoKernel, "diffulex::fused_moe", ": dtype: expected ",
-                    kHasF16 ? "float16, bfloat16 or float8_e4m3fn" : "bfloat16 or float8_e4m3fn",
-                    ", got ", to_string(dtype));
+  if (dtype == DType::kU8) {
+    return sm90::launch_moe_int4(gemm, context);
+  }
+  return make_error(
+      StatusCode::kNoKernel, "diffulex::fused_moe", ": dtype: expected ",
+      kHasF16 ? "float16, bfloat16, float8_e4m3fn or uint8" : "bfloat16, float8_e4m3fn or uint8",
+      ", got ", to_string(dtype));
 }
 
 Status prepare_moe_wgmma(int32_t device_index) {
@@ -48,6 +52,7 @@ Status prepare_moe_wgmma(int32_t device_index) {
   DIFFULEX_RETURN_IF_ERROR(sm90::prepare_moe_f16(device_index));
 #endif
   DIFFULEX_RETURN_IF_ERROR(sm90::prepare_moe_e4m3(device_index));
+  DIFFULEX_RETURN_IF_ERROR(sm90::prepare_moe_int4(device_index));
   return sm90::prepare_moe_bf16(device_index);
 }
 

@@ -17,7 +17,8 @@
 //
 // Products of codes (scaled_item.cuh) have 128 columns in a stage and wait for their own: warps 1-3
 // bring the scales of the rows beside them, and a stage ends when each of the warps 4-11 has added
-// its product, times the scales, to float32 sums.
+// its product, times the scales, to float32 sums. Products with nibbles (csrc/ops/quant/sm90/
+// expert_item.cuh) have 128 columns too, warps 4-19 multiply, each of which ends a stage.
 //
 // With clusters of two, a consumer arrives on `empty` of both CTAs, since each brings half of the
 // weights for both. Gathering threads agree on the sources of a tile through the named barrier
@@ -37,6 +38,7 @@
 #include "ops/moe/sm90/traits.cuh"
 #include "ops/moe/sm90/warp_epilogue.cuh"
 #include "ops/moe/tiles.cuh"
+#include "ops/quant/sm90/expert_item.cuh"
 #include "ops/shared/cuda/cluster.cuh"
 #include "ops/shared/cuda/launch.cuh"
 #include "ops/shared/cuda/mbarrier.cuh"
@@ -90,14 +92,22 @@ __device__ __forceinline__ void produce_weights(const MoeList<Traits::kSorts>& l
   for (MoeWalk<Traits> walk(list); walk.has_item(); walk.advance()) {
     const MoeTile tile = walk.tile();
     const int column = walk.column();
-    const uint32_t bytes = Traits::kWeightBytes + row_bytes<Traits>(gemm, tile.count);
+    uint32_t bytes = row_bytes<Traits>(gemm, tile.count);
+    if constexpr (kHasNibbles<Traits>) {
+      bytes += nibble_bytes<Traits>(gemm, column);
+    } else {
+      bytes += Traits::kWeightBytes;
+    }
     for (int step = 0; step < steps; ++step, cursor.advance()) {
       const uint32_t full = smem.full + cursor.stage * 8;
       ptx::mbarrier_wait(smem.empty + cursor.stage * 8, cursor.parity ^ 1);
       if (ptx::elect_one()) {
         ptx::mbarrier_arrive_expect(full, bytes);
         const uint32_t target = smem.weights(cursor.stage);
-        if constexpr (Traits::kWarpsWrite) {
+        if constexpr (kHasNibbles<Traits>) {
+          load_nibbles<Traits>(gemm, maps.weight, smem, cursor.stage, policy, step, column,
+                               tile.expert);
+        } else if constexpr (Traits::kWarpsWrite) {
           load_warp_rows<Traits>(maps.weight, target, full, policy, step * Traits::kDepth, column,
                                  tile.expert);
         } else if constexpr (Traits::kGateUp) {
@@ -296,6 +306,10 @@ class MoeConsumer final {
   }
 
  private:
+  /// Groups that are written; of nibbles four where products are narrower.
+  template <int kGroups>
+  static constexpr int kWritten = kHasNibbles<Traits> && kGroups < 4 ? 4 : kGroups;
+
   /// One tile a thread, from `item` on.
   __device__ __forceinline__ void look_up(int item) {
     const int thread = static_cast<int>(threadIdx.x) % 128;
@@ -324,8 +338,11 @@ class MoeConsumer final {
   template <int kGroups>
   __device__ __forceinline__ void multiply_groups(const MoeTile& tile, int first) {
     // Zeros, since an undefined value would keep its registers allocated throughout the loop.
-    float sums[Traits::kBlocks][kGroups][4] = {};
-    if constexpr (kHasCodes<Traits>) {
+    float sums[Traits::kBlocks][kWritten<kGroups>][4] = {};
+    if constexpr (kHasNibbles<Traits>) {
+      multiply_nibble_item<Traits>(smem_, depth_steps<Traits>(list_.gemm), group_, cursor_,
+                                   reinterpret_cast<float (&)[kGroups][4]>(sums[0]));
+    } else if constexpr (kHasCodes<Traits>) {
       multiply_scaled_item<Traits>(smem_, {list_.gemm, tile.expert, first, group_}, cursor_, sums);
     } else {
       multiply_item<Traits>(smem_, list_.gemm.depth / Traits::kDepth, group_, cursor_, sums);

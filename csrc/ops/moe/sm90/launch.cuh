@@ -23,7 +23,9 @@ TensorMapShape weight_shape(const ExpertGemm& gemm) {
   TensorMapShape shape;
   shape.data = gemm.weight;
   const int64_t row = gemm.weight_stride;
-  if constexpr (Traits::kWarpsWrite && Traits::kGateUp) {
+  if constexpr (kHasNibbles<Traits>) {
+    return nibble_shape<Traits>(gemm);
+  } else if constexpr (Traits::kWarpsWrite && Traits::kGateUp) {
     shape.rank = 5;
     const int64_t sizes[] = {gemm.depth, 16, 2, gemm.width / 16, gemm.num_experts};
     const int64_t strides[] = {1, row, gemm.width * row, 16 * row, gemm.expert_stride};
@@ -85,9 +87,10 @@ Status prepare_moe_tile(int32_t device_index) {
 
 template <typename Traits>
 Status launch_moe_tile(const ExpertGemm& gemm, const ExecContext& context) {
-  constexpr DType kDType = kHasCodes<Traits>                                  ? DType::kF8E4M3
-                           : std::is_same_v<typename Traits::Element, __half> ? DType::kF16
-                                                                              : DType::kBF16;
+  constexpr DType kRows = kHasCodes<Traits>                                  ? DType::kF8E4M3
+                          : std::is_same_v<typename Traits::Element, __half> ? DType::kF16
+                                                                             : DType::kBF16;
+  constexpr DType kWeights = kHasNibbles<Traits> ? DType::kF8E4M3 : kRows;  // bytes
   if (Traits::kGateUp && !Traits::kGathers && gemm.gather != nullptr) {
     return make_error(StatusCode::kNoKernel, kMoeWhere, ": tile: expected at most ",
                       kMoeMaxGatherTile, " with gathered rows, got ", gemm.tile);
@@ -95,9 +98,9 @@ Status launch_moe_tile(const ExpertGemm& gemm, const ExecContext& context) {
   DIFFULEX_RETURN_IF_ERROR(prepare_moe_tile<Traits>(context.device_index));
   MoeMaps maps;
   DIFFULEX_RETURN_IF_ERROR(
-      encode_tensor_map(kMoeWhere, weight_shape<Traits>(gemm), kDType, &maps.weight));
+      encode_tensor_map(kMoeWhere, weight_shape<Traits>(gemm), kWeights, &maps.weight));
   DIFFULEX_RETURN_IF_ERROR(
-      encode_tensor_map(kMoeWhere, row_shape<Traits>(gemm), kDType, &maps.rows));
+      encode_tensor_map(kMoeWhere, row_shape<Traits>(gemm), kRows, &maps.rows));
   int processors = 0;
   DIFFULEX_RETURN_IF_ERROR(cuda_status(
       kMoeWhere,

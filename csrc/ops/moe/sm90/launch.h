@@ -16,8 +16,12 @@ inline constexpr int32_t kMoeMaxGatherTile = 128;
 /// Largest tile whose products sort the slots themselves.
 inline constexpr int32_t kMoeMaxSortingTile = 64;
 
-/// What a product multiplies: rows and weights of 16 bits, or both as codes (scaled_traits.cuh).
-enum class MoeOperands : int32_t { kHalves, kCodes };
+/// Tile of products of nibbles, whose order of sums has no other.
+inline constexpr int32_t kMoeTiledTile = kMoeInvariantTile;
+
+/// What a product multiplies: rows and weights of 16 bits, both as codes (scaled_traits.cuh), or
+/// rows of bfloat16 and nibbles (expert_traits.cuh).
+enum class MoeOperands : int32_t { kHalves, kCodes, kNibbles };
 
 /// Largest tile of products of e4m3 codes.
 inline constexpr int32_t kMoeMaxScaledTile = 128;
@@ -29,8 +33,9 @@ inline constexpr int32_t kMoeMaxScaledTile = 128;
 /// and width are multiples of 64, every row is aligned to 16 bytes; tiles above kMoeMaxGatherTile
 /// take no gather. With e4m3 codes: tile is at most kMoeMaxScaledTile, depth and width are
 /// multiples of 16, gate-up gathers rows of a matrix and writes float32 by position, down reads
-/// those of its positions and writes bfloat16. May start before the launch in front of it has
-/// ended.
+/// those of its positions and writes bfloat16. kU8 are nibbles in tiles, with rows of bfloat16:
+/// tile is kMoeTiledTile, depth and width are multiples of 128. May start before the launch in
+/// front of it has ended.
 [[nodiscard]] Status launch_moe_wgmma(const ExpertGemm& gemm, DType dtype,
                                       const ExecContext& context);
 
@@ -53,13 +58,15 @@ struct GatherRows {
 
 namespace sm90 {
 
-/// The instances of one element type, or of codes.
+/// The instances of one element type, of codes, or of nibbles.
 [[nodiscard]] Status launch_moe_bf16(const ExpertGemm& gemm, const ExecContext& context);
 [[nodiscard]] Status launch_moe_f16(const ExpertGemm& gemm, const ExecContext& context);
 [[nodiscard]] Status launch_moe_e4m3(const ExpertGemm& gemm, const ExecContext& context);
+[[nodiscard]] Status launch_moe_int4(const ExpertGemm& gemm, const ExecContext& context);
 [[nodiscard]] Status prepare_moe_bf16(int32_t device_index);
 [[nodiscard]] Status prepare_moe_f16(int32_t device_index);
 [[nodiscard]] Status prepare_moe_e4m3(int32_t device_index);
+[[nodiscard]] Status prepare_moe_int4(int32_t device_index);
 
 }  // namespace sm90
 }  // namespace diffulex::cuda

@@ -66,7 +66,7 @@ struct MoeSmem {
   __device__ __forceinline__ uint32_t rows(int stage) const {
     return weights(stage) + Traits::kWeightBytes;
   }
-  /// Scales of the positions' codes.
+  /// Scales of the positions' codes; or of the weights' nibbles.
   __device__ __forceinline__ uint32_t scales(int stage) const {
     return full - (Traits::kStages - stage) * Traits::kScaleBytes;
   }
@@ -157,6 +157,8 @@ class MoeWalk final {
 
 template <typename Traits>
 inline constexpr bool kHasCodes = Traits::kOperands == MoeOperands::kCodes;
+template <typename Traits>
+inline constexpr bool kHasNibbles = Traits::kOperands == MoeOperands::kNibbles;
 
 template <typename Traits>
 __device__ __forceinline__ bool is_gathered(const ExpertGemm& gemm) {

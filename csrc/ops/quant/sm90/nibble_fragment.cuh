@@ -23,9 +23,8 @@ template <typename Traits, bool kIsExact = Traits::kIsExact>
 struct NibbleScales final {
   NibbleScaling scaling;
 
-  /// Number `place` of those of a stage.
-  __device__ __forceinline__ void read(const NibbleLinearArgs& /*args*/, uint32_t stage,
-                                       int32_t place) {
+  /// Number `place` of those of a stage, in tiles of `tile_rows` rows of W.
+  __device__ __forceinline__ void read(uint32_t stage, int32_t place, int32_t /*tile_rows*/) {
     scaling = NibbleScaling(ptx::shared_load_bf16(stage + place * 2));
   }
   __device__ __forceinline__ void widen(uint32_t word, uint32_t (&pairs)[4]) const {
@@ -38,9 +37,8 @@ struct NibbleScales<Traits, true> final {
   float scale;
   __nv_bfloat162 zero;
 
-  __device__ __forceinline__ void read(const NibbleLinearArgs& args, uint32_t stage,
-                                       int32_t place) {
-    const uint32_t zeros = stage + Traits::kScaleRows * args.tile_rows * 4;
+  __device__ __forceinline__ void read(uint32_t stage, int32_t place, int32_t tile_rows) {
+    const uint32_t zeros = stage + Traits::kScaleRows * tile_rows * 4;
     scale = ptx::shared_load1(stage + place * 4);
     zero = __bfloat162bfloat162(
         __hadd(ptx::shared_load_bf16(zeros + place * 2), __float2bfloat16_rn(128.0F)));
@@ -50,13 +48,13 @@ struct NibbleScales<Traits, true> final {
   }
 };
 
-/// Where one lane finds its nibbles and scales in a stage.
-template <typename Traits>
+/// Where one lane finds its nibbles and scales in a stage of tiles of W as `Tile` describes them.
+template <typename Traits, typename Tile = const NibbleLinearArgs&>
 class NibbleLane final {
  public:
   /// `stripe`: of 16 rows of W in the tile, those of this warp; it may lie behind the tile.
-  __device__ __forceinline__ NibbleLane(const NibbleLinearArgs& args, int32_t stripe)
-      : args_(args), is_inside_(stripe < args.warps) {
+  __device__ __forceinline__ NibbleLane(Tile args, int32_t stripe)
+      : args_(args), is_inside_(args.has_stripe(stripe)) {
     const auto lane = static_cast<int32_t>(threadIdx.x) % 32;
     const int32_t half = lane / 16;
     // Lines of 128 bytes, whose runs of 16 are swizzled by the number of the line.
@@ -91,7 +89,7 @@ class NibbleLane final {
           const __nv_bfloat16 scale =
               ptx::shared_load_bf16(stage_ + (place + side * args_.below_scales) * 2);
           factors_[row][side] = NibbleFactors(scale);
-          are_small = are_small && NibbleFactors::are_finite(scale);
+          are_small = are_small && NibbleFactors::can_hold(scale);
         }
       }
       are_small_ = __all_sync(0xFFFFFFFFU, are_small);
@@ -132,7 +130,7 @@ class NibbleLane final {
   /// Whether scales are read where they are needed: registers do not hold those of a stage.
   static constexpr bool kReadsLate = Traits::kScaleRows == 4 ||
                                      (Traits::kIsExact && Traits::kIsFull) ||
-                                     (Traits::kScaleRows == 2 && Traits::kHasCopyingGroup);
+                                     (Traits::kScaleRows == 2 && Traits::kIsTight);
   /// Whether nibbles become values by factors, where those are finite: not with a scale for 32
   /// columns, which takes as long to turn to factors as they save, nor beside sums that leave no
   /// register for them.
@@ -148,8 +146,8 @@ class NibbleLane final {
 
   __device__ __forceinline__ void read_row(int32_t row, NibbleScales<Traits> (&scales)[2]) const {
     const int32_t place = row * args_.tile_rows + above_;
-    scales[0].read(args_, stage_, place);
-    scales[1].read(args_, stage_, place + args_.below_scales);
+    scales[0].read(stage_, place, args_.tile_rows);
+    scales[1].read(stage_, place + args_.below_scales, args_.tile_rows);
   }
 
   /// 32 columns for each of kCount words of both rows, from number `quarter` of the stage on.
@@ -196,7 +194,7 @@ class NibbleLane final {
     }
   }
 
-  const NibbleLinearArgs& args_;
+  Tile args_;
   const bool is_inside_;
   int32_t places_[4];  // of the lines of its upper row, then of its lower
   int32_t above_;

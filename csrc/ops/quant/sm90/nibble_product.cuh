@@ -28,7 +28,7 @@
 #include "ops/quant/sm90/nibble_epilogue.cuh"
 #include "ops/quant/sm90/nibble_fragment.cuh"
 #include "ops/quant/sm90/nibble_traits.cuh"
-#include "ops/shared/cuda/wgmma.cuh"
+#include "ops/quant/sm90/nibble_turn.cuh"
 
 namespace diffulex::cuda::sm90 {
 
@@ -167,21 +167,9 @@ class NibbleFeed final {
   __device__ __forceinline__ void start(int32_t stage, int32_t piece,
                                         uint32_t (&fragments)[Traits::kPieceSteps][4],
                                         float (&sums)[Traits::kGroups][4]) {
-    const uint32_t offset = static_cast<uint32_t>(stage) * args_.stage_bytes;
     lane_.fragments_of(piece, fragments);
-    constexpr uint32_t kUnit = 16;       // bytes that descriptors count
-    constexpr uint32_t kStepBytes = 32;  // of a line of x
-    const uint32_t first = piece * Traits::kPieceSteps * kStepBytes;
-    const uint32_t line = first / Traits::kLineBytes * Traits::kRows * Traits::kLineBytes;
-    const uint64_t rows = ptx::move_descriptor(rows_, (offset + line) / kUnit);
-    ptx::wgmma_fence();
-#pragma unroll
-    for (int32_t step = 0; step < Traits::kPieceSteps; ++step) {
-      const uint32_t units = (first % Traits::kLineBytes + step * kStepBytes) / kUnit;
-      ptx::wgmma_rs<typename Traits::T>(sums, fragments[step], ptx::move_descriptor(rows, units),
-                                        true);
-    }
-    ptx::wgmma_commit();
+    const uint32_t offset = static_cast<uint32_t>(stage) * args_.stage_bytes;
+    multiply_piece<Traits, Traits::kRows>(rows_, offset, piece, fragments, sums);
   }
   /// This warp has read a stage.
   __device__ __forceinline__ void release(int32_t stage) const {
@@ -209,35 +197,6 @@ class NibbleFeed final {
   RingCursor place_;
   int32_t early_;  // stages from here on whose W has a barrier of its own
 };
-
-/// Adds the products of the next kCount stages. The left operand of a piece is made while the
-/// products of the piece before run. None is on its way before or after: where an accumulator is in
-/// use across the end of a loop, the compiler waits for every product. A phase holds kCount stages
-/// at a time; a ring has at least as many for each (NibblePlan).
-template <int kCount, typename Traits>
-__device__ __forceinline__ void add_stages(NibbleFeed<Traits>& feed,
-                                           uint32_t (&fragments)[2][Traits::kPieceSteps][4],
-                                           float (&sums)[Traits::kGroups][4]) {
-  constexpr int32_t kPieces = Traits::kPieces;
-  int32_t stages[kCount];
-  ptx::wgmma_hold(sums);
-#pragma unroll
-  for (int32_t piece = 0; piece < kCount * kPieces; ++piece) {
-    if (piece % kPieces == 0) {
-      stages[piece / kPieces] = feed.begin();
-    }
-    if (piece > 1) {
-      ptx::wgmma_wait<1>();
-    }
-    if (piece == kPieces + 1) {
-      feed.release(stages[0]);
-    }
-    feed.start(stages[piece / kPieces], piece % kPieces, fragments[piece % 2], sums);
-  }
-  ptx::wgmma_wait<0>();
-  ptx::wgmma_hold(sums);
-  feed.release(stages[kCount - 1]);
-}
 
 /// Adds the sums of all phases of a tile to those of phase 0, in ascending order. All consumers.
 template <typename Traits>
@@ -291,10 +250,10 @@ __device__ __forceinline__ void consume_nibbles(const NibbleLinearArgs& args,
     int32_t step = steps;
 #pragma unroll 1
     for (; step >= Traits::kTurn; step -= Traits::kTurn) {
-      add_stages<Traits::kTurn>(feed, fragments, sums);
+      add_stages<Traits::kTurn, Traits>(feed, fragments, sums);
     }
     if (step > 0) {
-      add_stages<1>(feed, fragments, sums);
+      add_stages<1, Traits>(feed, fragments, sums);
     }
     feed.end_tile(steps);
     add_phases<Traits>(args, smem.extra, phase, stripe, sums);
