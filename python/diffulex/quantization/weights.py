@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -366,6 +367,11 @@ class QuantizedWeight:
             return False
         return vendor.takes_rows(self.scheme, x, self._own_rows)
 
+    def _order_of_sums(self) -> AbstractContextManager[None]:
+        """Where the kernel of nibbles is told to keep it whatever the number of rows."""
+        is_told = self.is_batch_invariant and self.scheme == WeightScheme.INT4
+        return ops.batch_invariant() if is_told else nullcontext()
+
     def new_rows(self, x: torch.Tensor) -> ops.QuantizedRows | None:
         if self.scheme == WeightScheme.INT4:
             return None
@@ -395,9 +401,10 @@ class QuantizedWeight:
     ) -> torch.Tensor:
         """Writes x W^T + bias (float32) to `out` [T, N]."""
         self.packed()
-        for part in self._parts:
-            rows = part.rows
-            part.product(x, None if bias is None else bias[rows], out[:, rows])
+        with self._order_of_sums():
+            for part in self._parts:
+                rows = part.rows
+                part.product(x, None if bias is None else bias[rows], out[:, rows])
         return out
 
     def product(
@@ -432,5 +439,6 @@ class QuantizedWeight:
         self.packed()
         if len(self._parts) > 1 or not self._parts[0].can_gate or self._takes_vendor(x):
             return False
-        self._parts[0].gated_product(self.rows_of(x) if rows is None else rows, act, out)
+        with self._order_of_sums():
+            self._parts[0].gated_product(self.rows_of(x) if rows is None else rows, act, out)
         return True

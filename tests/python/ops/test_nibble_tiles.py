@@ -189,32 +189,36 @@ def test_product(hopper: torch.device, shape: tuple[int, int], group: int) -> No
     """Against float64, with NaN around x, the scales and the result, with and without a bias."""
     columns, depth = shape
     codes, scales = ops.quantize_weight(normal(columns, depth), WeightScheme.INT4, group=group)
-    values = values_of(codes, scales, group).to(hopper).double()
     tiles = ops.to_nibble_tiles(codes.to(hopper))
-    its_scales = placed(scales)
-    for num_rows in ROWS:
-        x = normal(num_rows, depth, seed=4).to(hopper).bfloat16()
-        exact = x.double() @ values.T
-        terms = x.double().abs() @ values.abs().T
-        for bias in (None, normal(columns).to(hopper)):
-            want = exact if bias is None else exact + bias.double()
-            out = inside(num_rows, columns)
-            ops.linear_w4a16(placed(x), tiles, its_scales, bias=bias, group=group, out=out)
-            slack = 2.0**-8 * want.abs() + 2.0**-20 * terms
-            assert ((out.double() - want).abs() <= slack).all(), (num_rows, bias is None)
-            assert is_untouched(out)
+    bias = normal(columns).to(hopper)
+    # Most scales are above 1/32; a sixty-fourth of all of them is below.
+    for factor, biases in ((1, (None, bias)), (2**-6, (None,))):
+        its_scales = placed(scales * factor)
+        values = values_of(codes, scales * factor, group).to(hopper).double()
+        for num_rows in ROWS:
+            x = normal(num_rows, depth, seed=4).to(hopper).bfloat16()
+            exact = x.double() @ values.T
+            terms = x.double().abs() @ values.abs().T
+            for added in biases:
+                want = exact if added is None else exact + added.double()
+                out = inside(num_rows, columns)
+                ops.linear_w4a16(placed(x), tiles, its_scales, bias=added, group=group, out=out)
+                slack = 2.0**-8 * want.abs() + 2.0**-20 * terms
+                assert ((out.double() - want).abs() <= slack).all(), (num_rows, added is None)
+                assert is_untouched(out)
 
 
 @pytest.mark.cuda
 @GROUPS
 @pytest.mark.parametrize("shape", [(32, 128), (160, 384), (12_320, 640)])
 @pytest.mark.parametrize("act", list(ops.Activation))
+@pytest.mark.parametrize("factor", [0.1, 0.01])  # scales around 1/32 and below
 def test_gated_product(
-    hopper: torch.device, act: ops.Activation, shape: tuple[int, int], group: int
+    hopper: torch.device, act: ops.Activation, shape: tuple[int, int], group: int, factor: float
 ) -> None:
     columns, depth = shape
     codes, scales = ops.quantize_weight(normal(columns, depth), WeightScheme.INT4, group=group)
-    scales *= 0.1
+    scales *= factor
     values = values_of(codes, scales, group).to(hopper).double()
     tiles, its_scales = ops.to_nibble_tiles(codes.to(hopper)), placed(scales)
     for num_rows in (1, 16, 33, 64, 100, 130):
@@ -295,32 +299,40 @@ def test_weights_with_zero_points_are_rounded_as_they_say(hopper: torch.device, 
     [(0x0800, 0x7C00), (0x0800, 0x3D00), (0x3CF8, 0x3D01), (0x3D00, 0x7C00)],
     ids=["any", "below 1/32", "around 1/32", "from 1/32"],
 )
-def test_weights_are_rounded_once(hopper: torch.device, group: int, least: int, end: int) -> None:
+@pytest.mark.parametrize("columns", [208, 4096])
+def test_weights_are_rounded_once(
+    hopper: torch.device, columns: int, group: int, least: int, end: int
+) -> None:
     """Rows of an identity give the weights back: all nibbles with scales of all magnitudes, bit for bit.
-    Those below 1/32 become values another way."""
-    columns, depth = 208, 128
+    Those below 1/32 become values another way. Tiles of x of every height, low and high ones of W."""
+    depth = 128
     codes = random_codes(columns, depth)
     generator = torch.Generator().manual_seed(group)
     bits = torch.randint(least, end, (depth // group, columns), generator=generator)
     sign = 1 - 2 * torch.randint(0, 2, bits.shape, generator=generator)
     scales = ((bits.int() << 16).view(torch.float32) * sign).bfloat16()
     tiles = ops.to_nibble_tiles(codes.to(hopper))
-    x = torch.eye(depth, dtype=torch.bfloat16, device=hopper)
-    out = inside(depth, columns)
-    ops.linear_w4a16(x, tiles, placed(scales), group=group, out=out)
     # Zeros of other columns added to -0 make 0.
     want = values_of(codes, scales, group).T + 0.0
-    assert torch.equal((out.cpu() + 0.0).view(torch.int16), want.view(torch.int16))
+    for rows in (16, 32, 64, 128):
+        x = torch.eye(depth, dtype=torch.bfloat16, device=hopper)[-rows:]
+        out = inside(rows, columns)
+        ops.linear_w4a16(x, tiles, placed(scales), group=group, out=out)
+        assert torch.equal((out.cpu() + 0.0).view(torch.int16), want[-rows:].view(torch.int16))
 
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("shape", [(256, 512), (4096, 1536), (24_576, 256)])
-def test_a_row_does_not_depend_on_the_others(hopper: torch.device, shape: tuple[int, int]) -> None:
+@pytest.mark.parametrize("factor", [1, 2**-6])
+def test_a_row_does_not_depend_on_the_others(
+    hopper: torch.device, shape: tuple[int, int], factor: float
+) -> None:
     """Nor, up to 128 or where it is asked for, on how many there are. Twenty times the same bits."""
     columns, depth = shape
     x = normal(300, depth).to(hopper).bfloat16()
     weight = normal(columns, depth, seed=1).to(hopper)
     codes, scales = ops.quantize_weight(weight, WeightScheme.INT4, group=128)
+    scales *= factor
     tiles = ops.to_nibble_tiles(codes)
 
     def product(rows: torch.Tensor, act: ops.Activation | None = None) -> torch.Tensor:
@@ -341,6 +353,24 @@ def test_a_row_does_not_depend_on_the_others(hopper: torch.device, shape: tuple[
             assert torch.equal(product(x, act), whole)
         turned = product(x.flip(0), act)
         assert torch.equal(turned.flip(0), whole)
+
+
+@pytest.mark.cuda
+def test_a_weight_may_be_told_to_be_batch_invariant(hopper: torch.device) -> None:
+    """Without one around the call, in whose order of sums 300 rows would have larger tiles of it."""
+    columns, depth = 4096, 1536
+    held = QuantizedWeight([Shape(columns, 128)], depth, WeightScheme.INT4, hopper, torch.bfloat16)
+    held.write(0, normal(columns, depth).to(hopper))
+    held.is_batch_invariant = True
+    x = normal(300, depth, seed=1).to(hopper).bfloat16()
+    whole = held.product(x, None, None)
+    gated = torch.empty(300, columns // 2, dtype=x.dtype, device=hopper)
+    assert held.gated_product(x, ops.Activation.SILU, gated)
+    for rows in (1, 32, 100, 129, 256):
+        assert torch.equal(held.product(x[:rows], None, None), whole[:rows])
+        part = torch.empty_like(gated[:rows])
+        assert held.gated_product(x[:rows], ops.Activation.SILU, part)
+        assert torch.equal(part, gated[:rows])
 
 
 @pytest.mark.cuda
