@@ -44,6 +44,7 @@ PLAY = """async ({ data, count, fps }) => {
       video.currentTime = (number + (attempt % 2 ? 0.4 : 0.5)) / fps;
       const again = performance.now() + 2000;
       while (video.seeking || (shown !== number && performance.now() < again)) {
+        if (performance.now() > until) throw new Error(`frame ${shown} instead of ${number}`);
         await new Promise((resolve) => setTimeout(resolve, 5));
       }
     }
