@@ -171,7 +171,7 @@ __device__ __forceinline__ void multiply_nibble_item(const MoeSmem<Traits>& smem
                                                      int group, StageCursor<Traits>& cursor,
                                                      float (&sums)[kGroups][4]) {
   constexpr bool kHasFew = kGroups <= 2;
-  using Nibbles = NibbleTraits<8 * kGroups, Traits::kScaleRows, false, kGroups <= 4>;
+  using Nibbles = NibbleTraits<8 * kGroups, Traits::kScaleRows, false>;
   ExpertFeed<Traits, Nibbles> feed(smem, group, cursor);
   if constexpr (kHasFew) {
 #pragma unroll 1

@@ -130,7 +130,7 @@ class NibbleLane final {
   /// Whether scales are read where they are needed: registers do not hold those of a stage.
   static constexpr bool kReadsLate = Traits::kScaleRows == 4 ||
                                      (Traits::kIsExact && Traits::kIsFull) ||
-                                     (Traits::kScaleRows == 2 && Traits::kIsTight);
+                                     (Traits::kScaleRows == 2 && Traits::kHasCopyingGroup);
   /// Whether nibbles become values by factors, where those are finite: not with a scale for 32
   /// columns, which takes as long to turn to factors as they save, nor beside sums that leave no
   /// register for them.

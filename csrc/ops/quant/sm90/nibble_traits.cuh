@@ -13,7 +13,7 @@
 
 namespace diffulex::cuda::sm90 {
 
-template <int kRowCount, int kScaleCount, bool kHasExactScales, bool kHasFewSums = kRowCount <= 32>
+template <int kRowCount, int kScaleCount, bool kHasExactScales>
 struct NibbleTraits final {
   using T = __nv_bfloat16;                        // of x and of the result
   static constexpr int kRows = kRowCount;         // of x
@@ -25,7 +25,7 @@ struct NibbleTraits final {
   static constexpr int kLineBytes = 128;     // of a row of x: the swizzle
   static constexpr int kLines = 2 * kNibbleStageDepth / kLineBytes;
   /// Whether the sums leave few registers.
-  static constexpr bool kIsFull = !kHasFewSums;
+  static constexpr bool kIsFull = kRows > 32;
   // A piece of a stage, whose left operand is made at a time: a line, or half of one. Stages that
   // follow each other without a break.
   static constexpr int kPieceSteps = kIsFull ? 2 : 4;  // of 16 columns
@@ -34,8 +34,6 @@ struct NibbleTraits final {
   // Beside most rows the copying warp has a warpgroup of its own, which leaves its registers to the
   // others: of the 96 of a thread of five warpgroups.
   static constexpr bool kHasCopyingGroup = kRows == kNibbleMaxRows;
-  /// Whether the sums, or what else a warp does, leave no register for the scales of two groups.
-  static constexpr bool kIsTight = kHasCopyingGroup || (kIsFull && kRows <= 32);
   static constexpr int kCopyingThreads = kHasCopyingGroup ? 128 : 32;
   static constexpr int kCopyingRegisters = 32;
   static constexpr int kConsumerRegisters = 112;
