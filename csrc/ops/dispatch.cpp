@@ -9,6 +9,7 @@
 #include "ops/checks.h"
 #include "ops/cpu_ops.h"
 #include "ops/cuda_ops.h"
+#include "ops/quant/expert_tiles.h"
 #include "ops/shared/tensor_checks.h"
 
 namespace diffulex {
@@ -65,11 +66,11 @@ size_t token_stats_scratch(const TokenStatsParams& params, Device device) {
 }
 
 size_t fused_moe_workspace(const FusedMoeParams& params, Device device) {
-  return fused_moe_workspace_bytes(
-      {params.x.size[0], static_cast<int32_t>(params.topk_ids.size[1]),
-       static_cast<int32_t>(params.w13.size[0]), params.x.size[1], params.w13.size[1] / 2,
-       params.x.dtype, params.w13_scale.present() && params.w13.dtype != DType::kU8},
-      device);
+  return fused_moe_workspace_bytes({params.x.size[0], static_cast<int32_t>(params.topk_ids.size[1]),
+                                    static_cast<int32_t>(params.w13.size[0]), params.x.size[1],
+                                    in_shape_of_rows(params).w13.size[1] / 2, params.x.dtype,
+                                    params.w13_scale.present() && params.w13.dtype != DType::kU8},
+                                   device);
 }
 
 size_t packed_workspace(const FusedExpertsPackedParams& params, Device device) {

@@ -145,7 +145,7 @@ struct MoeKernels {
                                      const MoeKernels& kernels, int64_t max_tiles,
                                      bool is_sorted_inside);
 
-/// fused_moe of experts in codes of 8 bits.
+/// fused_moe of experts in codes of 8 bits, or in tiles of 4.
 [[nodiscard]] Status fused_moe_scaled(const FusedMoeParams& params, const ExecContext& context);
 
 using LaunchExpertGemm = Status (*)(const ExpertGemm& gemm, const ExecContext& context);

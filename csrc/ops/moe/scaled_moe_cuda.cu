@@ -225,12 +225,15 @@ const char* unfit_part(const FusedMoeParams& params, const ExecContext& context)
   if (!has_moe_wgmma(DType::kU8, context.device_index)) {
     return "w13: expected nibbles by row without kernels of compute capability 9.0, got tiles";
   }
-  const bool is_aligned = is_row_aligned(params.x) && is_row_aligned(params.w13) &&
-                          is_row_aligned(params.w2) && is_row_aligned(params.w13_scale) &&
-                          is_row_aligned(params.w2_scale);
-  return is_aligned ? nullptr
-                    : "x: expected rows, weights and scales of tiles at multiples of 16 bytes, got"
-                      " others";
+  if (!is_row_aligned(params.x)) {
+    return "x: expected rows at multiples of 16 bytes beside tiles, got others";
+  }
+  if (!is_row_aligned(params.w13) || !is_row_aligned(params.w2)) {
+    return "w13 and w2: expected tiles at multiples of 16 bytes, got others";
+  }
+  return is_row_aligned(params.w13_scale) && is_row_aligned(params.w2_scale)
+             ? nullptr
+             : "w13_scale and w2_scale: expected groups at multiples of 16 bytes, got others";
 }
 
 /// Experts of 4 bits whose memory has the order of tiles.

@@ -66,7 +66,7 @@ struct MoeShape {
 /// linear_scaled, and the activated product is quantised from float32, a scale per slot and 128
 /// columns. Of nibbles rows stay as they are: a weight is (nibble - 8) scale rounded to bfloat16.
 struct FusedMoeParams {
-  TensorRef x;             // [T, H] float, any row stride
+  TensorRef x;             // [T, H] float, any row stride, of 16 bytes beside tiles
   TensorRef w13;           // [L, 2 I, H] dtype of x, gate rows first, last dimension contiguous;
                            // with scales float8_e4m3fn or int8, and w2 as well; or two nibbles
                            // in a byte, uint8 [L, 2 I, H / 2] and [L, H, I / 2], or tiles of

@@ -122,7 +122,8 @@ def fused_moe(
             ceil(H / 128)], blocks of gate first, and [L, ceil(H / 128), ceil(I / 128)]. Of nibbles, uint8
             [L, 2 I, H / 2] and [L, H, I / 2] (CUDA only), whose rows stay as they are: bfloat16 or float32
             [L, groups, 2 I] and [L, groups, H], groups of equal width; the nibbles may be what
-            `to_nibble_tiles` makes of them, H and I multiples of 128, where x and the scales are bfloat16.
+            `to_nibble_tiles` makes of them, H and I multiples of 128, where x and the scales are bfloat16
+            and rows of both begin at multiples of 16 bytes.
         addend: [T, H] in the dtype of x or float32, added before the one rounding at the end.
         weight_on_input: the weight multiplies x instead of the result; K must be 1.
         out: memory of its own; None allocates it.
@@ -293,6 +294,7 @@ def _check_scaled_experts(
 ) -> None:
     hidden = x.shape[-1]
     arguments.choice("act", 2)
+    _check_local_experts(arguments, "w13", w13.shape[0])
     if w13.dim() == 5:
         check_expert_tiles(arguments, x, w13, w13_scale, w2_scale)
         return
@@ -300,7 +302,6 @@ def _check_scaled_experts(
     per_element = 2 if has_nibbles else 1
     arguments.check("w13", (*_CODES, torch.uint8), (None, None, hidden // per_element))
     num_experts, rows = w13.shape[:2]
-    _check_local_experts(arguments, "w13", num_experts)
     expected = "gate and up rows of an even expert width"
     arguments.require("w13", rows >= 2 and rows % 4 == 0, expected, list(w13.shape))
     arguments.check("w2", (w13.dtype,), (num_experts, hidden, rows // 2 // per_element))

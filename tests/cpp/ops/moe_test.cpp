@@ -247,6 +247,35 @@ TEST(MoeCombine, AddsInAscendingOrderAndRoundsOnce) {
   EXPECT_EQ(out.get({0, 0}), 1.0 + 1.0 / 128);
 }
 
+TEST(FusedMoe, TilesWantTheWorkspaceOfTheirRows) {
+  TestTensor x(DType::kBF16, {32, 256});
+  TestTensor w13(DType::kU8, {3, 512 / 8, 256 / 64, 32, 8});
+  TestTensor w2(DType::kU8, {3, 256 / 8, 256 / 64, 32, 8});
+  TestTensor w13_scale(DType::kBF16, {3, 2, 512});
+  TestTensor w2_scale(DType::kBF16, {3, 2, 256});
+  TestTensor weights(DType::kF32, {32, 2});
+  TestTensor ids(DType::kI32, {32, 2});
+  TestTensor out = x;
+  FusedMoeParams params;
+  params.x = x.ref();
+  params.w13 = w13.ref();
+  params.w2 = w2.ref();
+  params.w13_scale = w13_scale.ref();
+  params.w2_scale = w2_scale.ref();
+  params.topk_weights = weights.ref();
+  params.topk_ids = ids.ref();
+  params.out = out.ref();
+  ExecContext context;
+  context.device = Device::kCuda;
+  const size_t needed =
+      fused_moe_workspace_bytes({32, 2, 3, 256, 256, DType::kBF16}, Device::kCuda);
+  std::vector<uint8_t> workspace(256);
+  context.workspace = workspace.data();
+  context.workspace_bytes = needed - 1;
+  EXPECT_THAT(fused_moe(params, context).message(),
+              HasSubstr("workspace: expected at least " + std::to_string(needed)));
+}
+
 TEST(MoeConfig, Tiles) {
   EXPECT_EQ(moe_max_tiles(0, 8, 16), 0);
   EXPECT_EQ(moe_max_tiles(3, 8, 16), 1 + 3);

@@ -57,7 +57,7 @@ def _loops_of_products(body: str) -> list[list[str]]:
         target = re.search(r"\bBRA\b.*?0x([0-9a-f]+)", text)
         if target is not None and (first := places[int(target[1], 16)]) < last:
             spans.append((first, last))
-    products = [index for index, (_, text) in enumerate(lines) if re.search(r"[HQ]GMMA", text)]
+    products = [index for index, (_, text) in enumerate(lines) if re.search(r"[HQ]G?MMA", text)]
     around = [[span for span in spans if span[0] <= at <= span[1]] for at in products]
     shortest = {min(found, key=lambda span: span[1] - span[0]) for found in around if found}
     return [[text for _, text in lines[first : last + 1]] for first, last in sorted(shortest)]
@@ -95,8 +95,9 @@ def test_products_use_the_tensor_cores_and_the_copy_engine(kernel: str) -> None:
 
 @pytest.mark.slow
 def test_experts_of_codes_are_among_the_kernels() -> None:
-    """Or else the test above would hold without a product of e4m3 experts."""
-    assert any("MoeScaledTraits" in name for name in _functions("moe_kernel"))
+    """Or else the test above would hold without a product of e4m3 experts, or of nibbles."""
+    for traits in ("MoeScaledTraits", "MoeTiledTraits"):
+        assert any(traits in name for name in _functions("moe_kernel")), traits
 
 
 @pytest.mark.slow

@@ -103,8 +103,11 @@ def test_rows_and_weights_at_other_places_are_refused() -> None:
     layer = TiledLayer.random(2, 256, 128, 128, 128)
     weights, ids = routes(4, 2, 1)
     x = torch.zeros(4, 260, dtype=BF16, device="cuda")[:, :256]
-    with pytest.raises(RuntimeError, match="at multiples of 16 bytes, got others"):
+    with pytest.raises(RuntimeError, match="x: expected rows at multiples of 16 bytes"):
         layer.run(x, weights, ids)
+    moved = torch.zeros(2 * 2 * 256 + 1, dtype=BF16, device="cuda")[1:].view(2, 2, 256)
+    with pytest.raises(RuntimeError, match="w13_scale and w2_scale: expected groups at multiples"):
+        replace(layer, w13_scale=moved).run(rows_of(4, 256, BF16), weights, ids)
 
 
 ERRORS: list[tuple[str, Callable[[torch.Tensor], torch.Tensor], str]] = [
@@ -113,6 +116,7 @@ ERRORS: list[tuple[str, Callable[[torch.Tensor], torch.Tensor], str]] = [
     ("w13", lambda w: w[:, :-8], "expected tiles of multiples of 128 rows and columns"),
     ("w13", lambda w: w[..., :-1], r"w13: expected shape"),
     ("w13", lambda w: w.view(torch.int8), "w13: expected"),
+    ("w13", lambda w: w[:0], "w13: expected 1 to 4096 local experts"),
     ("w2", lambda w: w[:-1], "w2: expected shape"),
     ("w2", lambda w: w.flatten(1, 2), "w2: expected shape"),
     ("w13_scale", torch.Tensor.float, "w13_scale: expected dtype bfloat16, got float32"),

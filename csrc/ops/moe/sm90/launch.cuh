@@ -123,8 +123,8 @@ struct MoeKind final {
     if constexpr (sizeof...(kMore) > 0) {
       return MoeKind<TraitsOf, kMore...>::launch(gemm, context);
     }
-    return make_error(StatusCode::kNoKernel, kMoeWhere, ": tile: expected that of a kernel, got ",
-                      gemm.tile);
+    return make_error(StatusCode::kNoKernel, kMoeWhere,
+                      ": tile: expected one for which there are kernels, got ", gemm.tile);
   }
   static Status prepare(int32_t device_index) {
     DIFFULEX_RETURN_IF_ERROR(prepare_moe_tile<TraitsOf<kTile>>(device_index));

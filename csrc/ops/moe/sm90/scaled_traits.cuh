@@ -16,7 +16,7 @@
 namespace diffulex::cuda::sm90 {
 
 template <int kColumnCount, bool kIsGateUp>
-struct MoeScaledShape : MoeShape {
+struct MoeScaledShape : MoeTileShape {
   static_assert(kColumnCount <= kMoeMaxScaledTile, "the registers hold no more sums");
   using Element = __nv_bfloat16;  // of the result of the down product; the other's is float
   static constexpr bool kGateUp = kIsGateUp;

@@ -16,7 +16,7 @@
 namespace diffulex::cuda::sm90 {
 
 /// What most shapes have in common: rows and weights of 16 bits, no clusters.
-struct MoeShape {
+struct MoeTileShape {
   static constexpr MoeOperands kOperands = MoeOperands::kHalves;
   static constexpr int kCtas = 1;       // of a cluster
   static constexpr int kConsumers = 2;  // warpgroups of kBlocks blocks of 64 weight rows
@@ -72,7 +72,7 @@ struct MoeLayout : Shape {
 };
 
 template <typename T, int kColumnCount, bool kIsGateUp>
-struct MoeHalfShape : MoeShape {
+struct MoeHalfShape : MoeTileShape {
   static_assert(sizeof(T) == 2, "the line of a row is 64 elements of 16 bits");
   using Element = T;
   static constexpr bool kGateUp = kIsGateUp;
@@ -106,7 +106,7 @@ struct MoeTraits : MoeLayout<MoeHalfShape<T, kColumnCount, kIsGateUp>> {};
 /// A warp owns 32 weight rows that lie together (gate-up: 16 of each kind), so that its results
 /// need no exchange with other warps.
 template <typename T, bool kIsGateUp>
-struct MoePairShape : MoeShape {
+struct MoePairShape : MoeTileShape {
   using Element = T;
   static constexpr bool kGateUp = kIsGateUp;
   static constexpr int kCtas = 2;

@@ -18,7 +18,7 @@
 namespace diffulex::cuda::sm90 {
 
 template <int kScaleCount, bool kIsGateUp>
-struct MoeTiledShape : MoeShape {
+struct MoeTiledShape : MoeTileShape {
   using Element = __nv_bfloat16;  // of the rows and of the result
   static constexpr bool kGateUp = kIsGateUp;
   static constexpr MoeOperands kOperands = MoeOperands::kNibbles;
@@ -32,10 +32,11 @@ struct MoeTiledShape : MoeShape {
   static constexpr int kLines = 2;
   static constexpr bool kGathers = kGateUp;
   static constexpr int kBoxRows = 16;
-  /// Factors of all scales of a stage want more than the rest leaves a thread that gathers.
-  static constexpr bool kHoldsFactors = !kGathers && kScaleRows == 1;
-  static constexpr int kProducerRegisters = kHoldsFactors ? 32 : 56;
-  static constexpr int kConsumerRegisters = kHoldsFactors ? 112 : 104;
+  /// Threads that gather want more registers; with one scale a stage, which is read with all its
+  /// nibbles, those that multiply do.
+  static constexpr bool kReadsMost = !kGathers && kScaleRows == 1;
+  static constexpr int kProducerRegisters = kReadsMost ? 32 : 56;
+  static constexpr int kConsumerRegisters = kReadsMost ? 112 : 104;
   static constexpr int kWeightBytes = kWeightRows * kDepth / 2;
   static constexpr int kScaleBytes = kScaleRows * kWeightRows * kNibbleScaleBytes;  // of a stage
   static constexpr int kStagedRows = 32;
