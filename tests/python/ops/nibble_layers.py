@@ -14,6 +14,8 @@ from diffulex.ops import WeightScheme
 from expert_layers import ExpertLayer, normal, surrounded
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+#: With eight experts and two slots a token, experts of each height of a tile and each width of a product.
+TOKENS = (1, 16, 20, 64, 100, 130, 300, 1000)
 #: Of a row and of all rows: what rounding activated values, slots and sums may move.
 BOUNDS = {BF16: (0.015, 0.005), F16: (0.002, 0.0008), F32: (2e-5, 5e-6)}
 

@@ -20,6 +20,7 @@ from nibble_layers import (
     EXPONENTS,
     F16,
     F32,
+    TOKENS,
     NibbleLayer,
     TiledLayer,
     assert_near,
@@ -40,8 +41,6 @@ SIZES = [
     (36, 10, 0, 10),
     (256, 64, 8, 16),
 ]
-#: With eight experts and two slots a token, of each tile height at least one.
-TOKENS = (1, 16, 20, 64, 100, 130, 300, 1000)
 #: Layers by row, and in tiles, whose rows are bfloat16.
 KINDS = pytest.mark.parametrize(
     ("kind", "dtype"), [(NibbleLayer, BF16), (NibbleLayer, F16), (TiledLayer, BF16)]

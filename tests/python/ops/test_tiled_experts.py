@@ -17,6 +17,7 @@ from expert_layers import routes
 from nibble_layers import (
     BF16,
     EXPONENTS,
+    TOKENS,
     NibbleLayer,
     TiledLayer,
     assert_near,
@@ -35,8 +36,6 @@ SIZES = [
     (384, 128, 32, 128),
     (128, 128, 128, 32),
 ]
-#: With eight experts and two slots a token, experts of each width and of several tiles.
-TOKENS = (1, 16, 20, 64, 100, 130, 300, 1000)
 
 
 def test_tiles_of_a_stack_are_those_of_its_experts() -> None:

@@ -13,6 +13,7 @@
 #include "ops/moe/gemm.h"
 #include "ops/moe/sm90/pipeline.cuh"
 #include "ops/quant/sm90/expert_traits.cuh"
+#include "ops/quant/sm90/line.cuh"
 #include "ops/quant/sm90/nibble_fragment.cuh"
 #include "ops/quant/sm90/nibble_turn.cuh"
 #include "ops/shared/cuda/mbarrier.cuh"
@@ -150,10 +151,7 @@ class ExpertFeed final {
   }
   /// This warp has read a stage.
   __device__ __forceinline__ void release(int32_t stage) const {
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) {
-      ptx::mbarrier_arrive(smem_.empty + 8 * stage);
-    }
+    release_line(smem_.empty + 8 * stage);
   }
 
  private:
