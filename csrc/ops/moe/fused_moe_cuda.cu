@@ -21,6 +21,8 @@
 namespace diffulex::cuda {
 namespace {
 
+constexpr const char* kMoeWhere = "diffulex::fused_moe";
+
 struct PackedTilesArgs {
   const int32_t* __restrict__ offsets;  // [L + 1], or counts [L]
   TileList tiles;
@@ -226,29 +228,34 @@ MoePermuteParams permute_into_scratch(const FusedMoeParams& params, const MoeScr
   return permute;
 }
 
-ExpertGemm sorted_gemm(const FusedMoeParams& params, const MoePermuteParams& permute,
-                       const MoeKernels& kernels, int64_t max_tiles, bool is_sorted_inside) {
-  ExpertGemm gemm{};
-  gemm.tile_expert = permute.tile_expert.as<const int32_t>();
-  gemm.tile_start = permute.tile_start.as<const int32_t>();
-  gemm.counters = permute.counters.as<const int32_t>();
-  gemm.ends = permute.expert_offsets.as<const int32_t>() + 1;
-  gemm.num_positions = params.topk_ids.numel();
-  gemm.max_tiles = static_cast<int32_t>(max_tiles);
-  gemm.tile = kernels.tile;
-  gemm.act = params.act;
-  gemm.is_streamed = kernels.is_streamed;
-  if (is_sorted_inside) {
-    gemm.routes =
-        slot_routes(params.topk_ids, params.expert_map, static_cast<int32_t>(params.w13.size[0]));
+Status sort_for_products(const FusedMoeParams& params, const MoePermuteParams& permute,
+                         const MoeKernels& kernels, int64_t max_tiles, ExpertGemm* gemm,
+                         const ExecContext& context) {
+  const int64_t num_slots = params.topk_ids.numel();
+  const int32_t num_local = permute.num_local_experts;
+  *gemm = {};
+  gemm->tile_expert = permute.tile_expert.as<const int32_t>();
+  gemm->tile_start = permute.tile_start.as<const int32_t>();
+  gemm->counters = permute.counters.as<const int32_t>();
+  gemm->ends = permute.expert_offsets.as<const int32_t>() + 1;
+  gemm->num_positions = num_slots;
+  gemm->max_tiles = static_cast<int32_t>(max_tiles);
+  gemm->tile = kernels.tile;
+  gemm->act = params.act;
+  gemm->is_streamed = kernels.is_streamed;
+  const bool is_sorted_inside =
+      kernels.path == MoePath::kWgmma && kernels.tile <= kMoeMaxSortingTile &&
+      num_slots <= kMoeMaxSortedSlots && num_local <= kMoeMaxSortedExperts;
+  if (!is_sorted_inside) {
+    return cuda::moe_permute(permute, context);
   }
-  return gemm;
+  gemm->routes = slot_routes(params.topk_ids, params.expert_map, num_local);
+  return check_routes(kMoeWhere, params.topk_ids, params.expert_map, num_local, context);
 }
 
 Status fused_moe(const FusedMoeParams& params, const ExecContext& context) {
-  constexpr const char* kWhere = "diffulex::fused_moe";
   DeviceGuard guard(context);
-  DIFFULEX_RETURN_IF_ERROR(guard.status(kWhere));
+  DIFFULEX_RETURN_IF_ERROR(guard.status(kMoeWhere));
   if (params.w13_scale.present() && (params.w13.dtype != DType::kU8 || has_expert_tiles(params))) {
     return fused_moe_scaled(params, context);
   }
@@ -267,16 +274,11 @@ Status fused_moe(const FusedMoeParams& params, const ExecContext& context) {
 
   const MoePermuteParams permute =
       permute_into_scratch(params, scratch, max_tiles, kernels.tile, context);
-  const bool is_sorted_inside =
-      kernels.path == MoePath::kWgmma && kernels.tile <= kMoeMaxSortingTile &&
-      num_slots <= kMoeMaxSortedSlots && num_local <= kMoeMaxSortedExperts;
-  DIFFULEX_RETURN_IF_ERROR(is_sorted_inside ? check_routes(kWhere, params.topk_ids,
-                                                           params.expert_map, num_local, context)
-                                            : cuda::moe_permute(permute, context));
+  ExpertGemm gemm{};
+  DIFFULEX_RETURN_IF_ERROR(sort_for_products(params, permute, kernels, max_tiles, &gemm, context));
 
   const TensorRef activated = scratch_tensor(context, scratch.activated, dtype, num_slots, width);
   const TensorRef slot_out = scratch_tensor(context, scratch.slot_out, dtype, num_slots, hidden);
-  const ExpertGemm gemm = sorted_gemm(params, permute, kernels, max_tiles, is_sorted_inside);
 
   ExpertGemm gate_up = gate_up_gemm(gemm, params.x, params.w13, params.w13_scale, activated);
   gate_up.gather = permute.sorted_slots.as<const int32_t>();
@@ -296,7 +298,7 @@ Status fused_moe(const FusedMoeParams& params, const ExecContext& context) {
   DIFFULEX_RETURN_IF_ERROR(launch_gemm(kernels.path, dtype, down, context));
 
   return launch_slot_sum(
-      kWhere,
+      kMoeWhere,
       {slot_out, params.weight_on_input ? nullptr : &params.topk_weights, params.topk_ids,
        params.expert_map, num_experts, num_local, params.addend, params.out, true},
       context);
@@ -364,9 +366,8 @@ Status fused_experts_packed(const FusedExpertsPackedParams& params, const ExecCo
 }
 
 Status prepare_fused_moe(const ExecContext& context) {
-  constexpr const char* kWhere = "diffulex::fused_moe";
-  DIFFULEX_RETURN_IF_ERROR(touch_kernel(kWhere, packed_tiles_kernel));
-  DIFFULEX_RETURN_IF_ERROR(touch_kernel(kWhere, zero_kernel));
+  DIFFULEX_RETURN_IF_ERROR(touch_kernel(kMoeWhere, packed_tiles_kernel));
+  DIFFULEX_RETURN_IF_ERROR(touch_kernel(kMoeWhere, zero_kernel));
   DIFFULEX_RETURN_IF_ERROR(prepare_moe_generic());
   DIFFULEX_RETURN_IF_ERROR(prepare_moe_wgmma(context.device_index));
   DIFFULEX_RETURN_IF_ERROR(prepare_moe_mma_bf16(context.device_index));

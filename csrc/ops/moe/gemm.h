@@ -140,10 +140,12 @@ struct MoeKernels {
                                                     const MoeScratch& scratch, int64_t max_tiles,
                                                     int32_t tile, const ExecContext& context);
 
-/// What both products of fused_moe share: positions sorted by expert, cut into tiles.
-[[nodiscard]] ExpertGemm sorted_gemm(const FusedMoeParams& params, const MoePermuteParams& permute,
-                                     const MoeKernels& kernels, int64_t max_tiles,
-                                     bool is_sorted_inside);
+/// What both products of fused_moe share: positions sorted by expert, cut into tiles. Sorts them,
+/// unless the products of Hopper are to do it themselves.
+[[nodiscard]] Status sort_for_products(const FusedMoeParams& params,
+                                       const MoePermuteParams& permute, const MoeKernels& kernels,
+                                       int64_t max_tiles, ExpertGemm* gemm,
+                                       const ExecContext& context);
 
 /// fused_moe of experts in codes of 8 bits, or in tiles of 4.
 [[nodiscard]] Status fused_moe_scaled(const FusedMoeParams& params, const ExecContext& context);

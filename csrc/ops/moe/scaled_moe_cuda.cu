@@ -185,28 +185,17 @@ ExpertGemm nibble_gemm(const ExpertGemm& shared, const TensorRef& rows, const Te
   return gemm;
 }
 
-/// Groups the slots, unless the products of Hopper sort them themselves.
-Status group_slots(const FusedMoeParams& params, const MoePermuteParams& permute,
-                   bool* is_sorted_inside, const ExecContext& context) {
-  *is_sorted_inside = permute.tile <= kMoeMaxSortingTile &&
-                      params.topk_ids.numel() <= kMoeMaxSortedSlots &&
-                      permute.num_local_experts <= kMoeMaxSortedExperts;
-  return *is_sorted_inside ? check_routes(kWhere, params.topk_ids, params.expert_map,
-                                          permute.num_local_experts, context)
-                           : cuda::moe_permute(permute, context);
-}
-
 /// Positions in the order of the experts: activated rows are those of positions, not of slots.
 Status wgmma_experts(const ScaledCall& call, int64_t num_rows, const ExecContext& context) {
   const FusedMoeParams& params = call.params;
   const MoePermuteParams& permute = call.permute;
-  bool is_sorted_inside = false;
-  DIFFULEX_RETURN_IF_ERROR(group_slots(params, permute, &is_sorted_inside, context));
-  DIFFULEX_RETURN_IF_ERROR(quantize(params.x, call.x, context));
   const bool is_streamed =
       is_streamed_once(permute.tile, num_rows, params.x.size[0], permute.num_local_experts);
-  const ExpertGemm gemm = sorted_gemm(params, permute, {MoePath::kWgmma, permute.tile, is_streamed},
-                                      call.max_tiles, is_sorted_inside);
+  ExpertGemm gemm{};
+  DIFFULEX_RETURN_IF_ERROR(sort_for_products(params, permute,
+                                             {MoePath::kWgmma, permute.tile, is_streamed},
+                                             call.max_tiles, &gemm, context));
+  DIFFULEX_RETURN_IF_ERROR(quantize(params.x, call.x, context));
   ExpertGemm gate_up = coded_gemm(gemm, call.x, params.w13, params.w13_scale, call.activated);
   gate_up.is_gate_up = true;
   gate_up.gather = permute.sorted_slots.as<const int32_t>();
@@ -252,11 +241,10 @@ Status tiled_experts(const FusedMoeParams& params, int64_t num_rows, const ExecC
       fused_moe_scratch({num_tokens, top_k, num_local, hidden, width, DType::kBF16}, Device::kCuda);
   const int64_t max_tiles = moe_max_tiles(num_slots, num_local, kTile);
   const MoePermuteParams permute = permute_into_scratch(params, scratch, max_tiles, kTile, context);
-  bool is_sorted_inside = false;
-  DIFFULEX_RETURN_IF_ERROR(group_slots(params, permute, &is_sorted_inside, context));
   const bool is_streamed = is_streamed_once(kTile, num_rows, num_tokens, num_local);
-  const ExpertGemm gemm = sorted_gemm(params, permute, {MoePath::kWgmma, kTile, is_streamed},
-                                      max_tiles, is_sorted_inside);
+  ExpertGemm gemm{};
+  DIFFULEX_RETURN_IF_ERROR(sort_for_products(params, permute, {MoePath::kWgmma, kTile, is_streamed},
+                                             max_tiles, &gemm, context));
   const TensorRef activated =
       scratch_tensor(context, scratch.activated, DType::kBF16, num_slots, width);
   const TensorRef slot_out =

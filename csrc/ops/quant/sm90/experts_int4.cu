@@ -20,8 +20,12 @@ Status launch_kind(const ExpertGemm& gemm, const ExecContext& context) {
       return OfScales<1, kGateUp>::Kind::launch(gemm, context);
     case 2:
       return OfScales<2, kGateUp>::Kind::launch(gemm, context);
-    default:
+    case 4:
       return OfScales<4, kGateUp>::Kind::launch(gemm, context);
+    default:
+      return make_error(StatusCode::kNoKernel, kMoeWhere,
+                        ": w13_scale and w2_scale: expected groups of 32, 64 or 128 columns, got ",
+                        gemm.nibbles.group);
   }
 }
 

@@ -25,6 +25,7 @@
 #include <cuda.h>
 
 #include "ops/linear/sm90/ring.cuh"
+#include "ops/quant/sm90/line.cuh"
 #include "ops/quant/sm90/nibble_epilogue.cuh"
 #include "ops/quant/sm90/nibble_fragment.cuh"
 #include "ops/quant/sm90/nibble_traits.cuh"
@@ -173,10 +174,7 @@ class NibbleFeed final {
   }
   /// This warp has read a stage.
   __device__ __forceinline__ void release(int32_t stage) const {
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) {
-      ptx::mbarrier_arrive(smem_.empty + 8 * stage);
-    }
+    release_line(smem_.empty + 8 * stage);
   }
 
  private:
