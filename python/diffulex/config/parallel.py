@@ -53,7 +53,7 @@ class ParallelConfig:
         _one_of("auto", "width", "expert"),
         "What each of several ranks has of the routed experts: a part of the width of all, or some whole"
         " ones; `auto`: the width, where every part of it is a multiple of 64,"
-        " of 128 where experts are in low precision (`int4`: of its groups, at least 64).",
+        " of 128 where experts are in low precision.",
     )
     moe_dispatcher_backend: str = _key(
         "str",

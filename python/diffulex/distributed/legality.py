@@ -55,7 +55,9 @@ def check_groups(
     num_ranks, moe = max(sizes.tensor, sizes.expert), spec.moe
     if moe is not None and expert_mode(spec, sizes, moe_parallel_mode, plan) == "width":
         width = moe.intermediate_size
-        if _expert_plan(spec, plan) is not None and _splits(width, num_ranks, plan):
+        if _expert_plan(spec, plan) is not None and _splits(
+            width, num_ranks, plan, plan.expert_unit
+        ):
             raise ConfigError(
                 f"moe_parallel_mode: expected expert for groups of {plan.shared_columns(width)} of an"
                 f" expert width of {width} on {num_ranks} ranks, got width"
@@ -79,15 +81,16 @@ def _split_group(spec: ModelSpec, num_ranks: int, plan: QuantizationPlan) -> tup
             return "attention outputs", depth
     *widths, _ = _widths(spec)
     for name, size, _ in widths:
-        if _splits(size, num_ranks, plan):
+        if _splits(size, num_ranks, plan, plan.unit):
             return name, size
     return None
 
 
-def _splits(size: int, num_ranks: int, plan: QuantizationPlan) -> bool:
-    """Whether a width is too small for ranks, or they have parts of its groups."""
+def _splits(size: int, num_ranks: int, plan: QuantizationPlan, unit: int) -> bool:
+    """Whether a width, cut at multiples of `unit`, is too small for ranks, or they would have parts of its
+    groups."""
     try:
-        cuts = [shard_range(size, Shard(r, num_ranks, unit=plan.unit)) for r in range(num_ranks)]
+        cuts = [shard_range(size, Shard(r, num_ranks, unit=unit)) for r in range(num_ranks)]
     except ValueError:
         return True
     return any(cut.start % plan.shared_columns(size) for cut in cuts)
@@ -180,7 +183,7 @@ def expert_mode(
     assert spec.moe is not None
     num_ranks, width = max(sizes.tensor, sizes.expert), spec.moe.intermediate_size
     if mode == "auto":
-        unit = _unit(_expert_plan(spec, plan))
+        unit = _expert_unit(spec, plan)
         is_width = sizes.expert == 1 and width % (unit * num_ranks) == 0
         mode = "width" if is_width else "expert"
     elif mode == "width" and sizes.expert > 1:
@@ -225,6 +228,11 @@ def _unit(plan: QuantizationPlan | None) -> int:
     return FAST_UNIT if plan is None else plan.unit
 
 
+def _expert_unit(spec: ModelSpec, plan: QuantizationPlan | None) -> int:
+    own = _expert_plan(spec, plan)
+    return FAST_UNIT if own is None else own.expert_unit
+
+
 def shard_of(
     spec: ModelSpec,
     sizes: Sizes,
@@ -241,7 +249,7 @@ def shard_of(
     if spec.moe is None:
         return shard
     mode = expert_mode(spec, sizes, moe_parallel_mode, plan)
-    unit = _unit(_expert_plan(spec, plan))
+    unit = _expert_unit(spec, plan)
     return shard._replace(experts=ExpertShard(rank % num_ranks, num_ranks, mode, unit))
 
 

@@ -53,6 +53,11 @@ class QuantizationPlan:
         """At multiples of this ranks cut the widths of a model, to have whole groups of columns."""
         return max(64, self.group_size) if self.scheme == "int4" else _ROW_GROUP
 
+    @property
+    def expert_unit(self) -> int:
+        """The same for routed experts, whose products take this many columns at a time."""
+        return _ROW_GROUP
+
     def shared_columns(self, depth: int) -> int:
         """Columns that share a scale, of a matrix with rows of `depth` or of what it multiplies."""
         return self.group_of(depth) if self.scheme == "int4" else _ROW_GROUP

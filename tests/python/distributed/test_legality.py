@@ -250,6 +250,15 @@ def test_parts_in_low_precision_are_whole_groups() -> None:
     assert modes == [ExpertShard(1, 2, "width"), ExpertShard(1, 2, "expert", 128)]
 
 
+@pytest.mark.parametrize("group", [32, 64, 128])
+def test_experts_of_4_bits_are_cut_where_tiles_are(group: int) -> None:
+    plan = QuantizationPlan("int4", group)
+    for width, mode in ((384, "expert"), (512, "width")):
+        model = spec(4, 2, moe=moe(8, width))
+        found = shard_of(model, Sizes(2), "auto", 1, plan).experts
+        assert found == ExpertShard(1, 2, mode, 128)
+
+
 def test_a_class_without_a_shard() -> None:
     class Whole:
         def __init__(self, spec: object, dtype: object, device: object) -> None:
