@@ -6,6 +6,9 @@ The products of a tile of 64 positions have the width that holds those of an exp
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -107,6 +110,36 @@ def test_rows_and_weights_at_other_places_are_refused() -> None:
     moved = torch.zeros(2 * 2 * 256 + 1, dtype=BF16, device="cuda")[1:].view(2, 2, 256)
     with pytest.raises(RuntimeError, match="w13_scale and w2_scale: expected groups at multiples"):
         replace(layer, w13_scale=moved).run(rows_of(4, 256, BF16), weights, ids)
+
+
+WITHOUT_HOPPER = """
+import torch
+from diffulex import ops
+ops.fused_moe(
+    torch.zeros(5, 128, dtype=torch.bfloat16, device="cuda"),
+    torch.zeros(3, 32, 2, 32, 8, dtype=torch.uint8, device="cuda"),
+    torch.zeros(3, 16, 2, 32, 8, dtype=torch.uint8, device="cuda"),
+    torch.ones(5, 2, device="cuda"),
+    torch.zeros(5, 2, dtype=torch.int32, device="cuda"),
+    w13_scale=torch.ones(3, 1, 256, dtype=torch.bfloat16, device="cuda"),
+    w2_scale=torch.ones(3, 1, 128, dtype=torch.bfloat16, device="cuda"),
+)
+"""
+
+
+@pytest.mark.cuda
+def test_tiles_are_refused_without_hopper_kernels() -> None:
+    """The library reads the switch once in a process."""
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_HOPPER],
+        env={**os.environ, "DIFFULEX_FORCE_SM80": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=240,
+    )
+    assert done.returncode == 1
+    assert "w13: expected nibbles by row without kernels of compute capability 9.0" in done.stderr
 
 
 ERRORS: list[tuple[str, Callable[[torch.Tensor], torch.Tensor], str]] = [
