@@ -114,7 +114,8 @@ class Previews:
             item.movedim(1, -1).flatten(0, 2) for item in (_flat(cells).double().cpu(), colours)
         ]
         inputs = torch.cat([rows[0], torch.ones(len(rows[0]), 1, dtype=torch.float64)], dim=1)
-        self._map = torch.linalg.lstsq(inputs, rows[1]).solution.to(like)
+        # Channels may depend on each other; torch's default driver starts from memory that nobody has set.
+        self._map = torch.linalg.lstsq(inputs, rows[1], driver="gelsd").solution.to(like)
 
     def _estimate(self, cells: Any, factor: int) -> Any:
         import torch  # noqa: PLC0415
